@@ -1,0 +1,123 @@
+"""The templates are found wherever the package is installed; the switch calls the operator it was asked for."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jinja2 import UndefinedError
+
+from gpuos_numba import templates
+from gpuos_numba.errors import MachineError
+from gpuos_numba.templates import environment, templates_folder
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+UNKNOWN = -1
+
+
+def test_checkout_uses_its_own_templates_folder() -> None:
+    assert templates_folder() == CHECKOUT / "templates"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package folder without templates."""
+    package = tmp_path / "gpuos_numba"
+    package.mkdir()
+    monkeypatch.setattr(templates, "_PACKAGE", package)
+    return package
+
+
+def place(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "switch.py.jinja").touch()
+    return folder
+
+
+def test_wheel_copy_is_found_and_goes_before_a_folder_beside_the_package(installed: Path) -> None:
+    place(installed.parent / "templates")  # a stranger's `templates` in site-packages
+    own = place(installed / "_templates")
+    assert templates_folder() == own
+
+
+def test_folder_beside_the_package_is_found(installed: Path) -> None:
+    beside = place(installed.parent / "templates")
+    assert templates_folder() == beside
+
+
+def test_strangers_templates_folder_is_not_taken_for_ours(installed: Path) -> None:
+    (installed.parent / "templates").mkdir()
+    with pytest.raises(MachineError):
+        templates_folder()
+
+
+def test_broken_installation_names_both_places_and_the_remedy(installed: Path) -> None:
+    with pytest.raises(MachineError, match="install gpuos_numba again") as caught:
+        templates_folder()
+    for looked in (installed / "_templates", installed.parent / "templates"):
+        assert str(looked) in str(caught.value)
+
+
+def test_unknown_name_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="missing"):
+        environment().from_string("{{ missing }}").render()
+
+
+def test_blocks_leave_no_trace_and_text_is_kept_as_it_is() -> None:
+    text = "a\n    {% if yes %}\n{{ '<&>' }}\n    {% endif %}\n"
+    assert environment().from_string(text).render(yes=True) == "a\n<&>\n"
+
+
+@pytest.mark.parametrize("name", environment().list_templates(extensions=["jinja"]))
+def test_every_template_compiles_says_what_it_is_and_is_listed(name: str) -> None:
+    environment().get_template(name)
+    assert (templates_folder() / name).read_text().startswith("{#")
+    assert f"`{name}`" in (templates_folder() / "README.md").read_text()
+
+
+def render(ids: list[int]) -> str:
+    cases = [SimpleNamespace(op_id=i, symbol=f"operator_{i}") for i in ids]
+    return environment().get_template("switch.py.jinja").render(cases=cases)
+
+
+def switch(ids: list[int]) -> Callable[..., Any]:
+    """The rendered switch over operators that return their own id and what they were given."""
+
+    def operator(op_id: int) -> Callable[..., Any]:
+        return lambda *arguments: (op_id, arguments)
+
+    namespace: dict[str, Any] = {f"operator_{i}": operator(i) for i in ids}
+    namespace |= {"int64": int, "UNKNOWN_OPERATOR": UNKNOWN}
+    exec(compile(render(ids), "switch", "exec"), namespace)
+    dispatch: Callable[..., Any] = namespace["gpuos_dispatch"]
+    return dispatch
+
+
+DENSE = [list(range(n)) for n in (1, 2, 3, 7, 8, 9, 42)]
+SPARSE = [[5], [0, 9], [1, 2, 4, 8, 16, 32, 64], [3, 1000, 1001, 65535]]
+
+
+@pytest.mark.parametrize("ids", DENSE + SPARSE, ids=lambda ids: f"{len(ids)}_to_{ids[-1]}")
+def test_switch_calls_the_asked_operator_and_no_other(ids: list[int]) -> None:
+    dispatch = switch(ids)
+    near = {i + step for i in ids for step in (-1, 0, 1)} | {0, 2**31, 2**62}
+    for op_id in sorted(near):
+        got = dispatch("context", op_id, "task", "tile", "arena")
+        if op_id in ids:
+            assert got == (op_id, ("context", "task", "tile", "arena"))
+        else:
+            assert got == UNKNOWN
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 42, 100])
+def test_switch_is_balanced(count: int) -> None:
+    def depth(node: ast.AST) -> int:
+        below = max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
+        return below + isinstance(node, ast.If)
+
+    assert depth(ast.parse(render(list(range(count))))) <= math.ceil(math.log2(count)) + 1
