@@ -1,4 +1,4 @@
-"""The templates are found wherever the package is installed; the switch calls the operator it was asked for."""
+"""The templates are found wherever the package is installed; the switch calls the operator asked for."""
 
 from __future__ import annotations
 
