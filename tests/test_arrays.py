@@ -40,11 +40,17 @@ class OnGpu:
 
 
 class OnDLPack:
-    def __init__(self, kind: int, index: int) -> None:
-        self.where = (kind, index)
+    """An exporter that says where its memory is; a NumPy array's memory stands in for a GPU's."""
 
-    def __dlpack__(self, **_: Any) -> None:
-        raise AssertionError("a refused array is not exported")
+    def __init__(self, kind: int, index: int, array: Any = None) -> None:
+        self.where = (kind, index)
+        self.array = array
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> Any:
+        assert stream == -1, "no synchronisation is asked for"
+        if self.array is None:
+            raise BufferError("not to be exported")
+        return self.array.__dlpack__(max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.where
@@ -138,6 +144,21 @@ def test_array_interface_strides_become_elements() -> None:
     assert view_cuda(OnGpu(strides=(12, 4)), 0).contiguous
     assert view_cuda(OnGpu(shape=(), strides=()), 0).count == 1
     assert view_cuda(OnGpu(shape=(0,), data=(0, False)), 0, device_of=lambda _: None).count == 0
+
+
+def test_dlpack_is_read_without_synchronising() -> None:
+    """Without a GPU: proves the reading of the capsule, not that a CUDA library fills it so."""
+    pytest.importorskip("cuda.core.utils")
+    array = np.zeros((4, 6), F32)[::-1, ::2]
+    array.flags.writeable = False
+    for kind in (2, 13):
+        view = view_cuda(OnDLPack(kind, 0, array), 0)
+        assert view[:5] == (array.ctypes.data, (4, 3), (-6, 2), DType.F32, True) and not view.contiguous
+    assert view_cuda(OnDLPack(2, 0, np.zeros((2, 3))), 0).contiguous
+    with pytest.raises(DTypeError, match="complex64"):
+        view_cuda(OnDLPack(2, 0, np.zeros(3, np.complex64)), 0)
+    with pytest.raises(ArgumentError, match=r"out is a .*OnDLPack .*\(not to be exported\): pass a plain"):
+        view_cuda(OnDLPack(2, 0), 0, "out")
 
 
 def test_array_interface_takes_bfloat16_by_its_dtype() -> None:

@@ -218,14 +218,22 @@ def _view_dlpack(array: Any, device: int, name: str) -> ArrayView:
     if kind == _DLPACK_CUDA[0]:
         _check_device(index, device, name)
     try:
-        # -1: no synchronisation, as for the other two ways in.
-        held = import_module("cuda.core.utils").StridedMemoryView.from_dlpack(array, stream_ptr=-1)
+        memory_view = import_module("cuda.core.utils").StridedMemoryView
     except ImportError as reason:
         raise ArgumentError(
             f"{name} is a {_kind(array)}, and reading DLPack needs the cuda-core package: "
-            "install gpuos-numba with its cuda extra, or pass a torch, CuPy or Numba array"
+            "install gpuos_numba[cu13] or [cu12], or pass a torch, CuPy or Numba array"
         ) from reason
-    dtype = _dtype_from_numpy(held.dtype, name)
+    try:
+        # -1: no synchronisation, as for the other two ways in.
+        held = memory_view.from_dlpack(array, stream_ptr=-1)
+        exported = held.dtype
+    except (BufferError, NotImplementedError, TypeError) as reason:
+        raise ArgumentError(
+            f"{name} is a {_kind(array)} that cannot be read through DLPack ({reason}): "
+            "pass a plain dense array of a supported dtype"
+        ) from reason
+    dtype = _dtype_from_numpy(exported, name)
     shape = tuple(map(int, held.shape))
     contiguous_strides = _contiguous_strides(shape)
     strides = contiguous_strides if held.strides is None else tuple(map(int, held.strides))

@@ -178,8 +178,10 @@ class LayoutTable:
 
     def intern(self, dtype: DType, shape: Shape, strides: Strides) -> int:
         """The slot of a layout, new or known, valid until the section ends. Only within `using()`."""
-        slot = self._slots.get((dtype, shape, strides))
-        return self._add(dtype, shape, strides) if slot is None else slot
+        try:
+            return self._slots[dtype, shape, strides]
+        except KeyError:
+            return self._add(dtype, shape, strides)
 
     def _add(self, dtype: DType, shape: Shape, strides: Strides) -> int:
         key = (dtype, shape, strides)
