@@ -1,0 +1,278 @@
+"""Element-wise operators: operands arrive as addresses in the task, results leave in its output.
+
+One body serves them all; an operator is the function of one element that is inlined into it. Contiguous
+operands take 16-byte accesses, anything else walks its layout. Element `i` of the output depends on element
+`i` of the inputs alone, so the output may be exactly an input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...descriptor import Flag, layout_offset, offset
+from ...machines.base import Body, Primitives
+from ...protocol import CONTEXT, field
+from ...descriptor import LAYOUT_BYTES, MAX_INPUTS
+
+F32_BYTES = 4
+
+
+def make_tile_range(m: Primitives) -> Body:
+    """`tile_range(count, tiles, tile) -> (begin, end)`: which elements a tile covers; starts are 16-byte aligned."""
+    u64, divide = m.u64, m.divide
+    ZERO, ONE, TWO, THREE = u64(0), u64(1), u64(2), u64(3)
+
+    def tile_range(count: Any, tiles: Any, tile: Any) -> Any:
+        if tiles <= ONE:
+            return ZERO, count
+        size = ((divide(count + tiles - ONE, tiles) + THREE) >> TWO) << TWO
+        begin = tile * size
+        end = begin + size
+        if begin > count:
+            begin = count
+        if end > count:
+            end = count
+        return begin, end
+
+    return m.device(tile_range)
+
+
+def make_element_address(m: Primitives) -> Body:
+    """`element_address(layout, base, index)`: address of element `index` of a view, in row-major order.
+
+    Strides are two's complement words: a negative one wraps to the right address.
+    """
+    u64 = m.u64
+    load_u64, load_u32, divide = m.load_u64, m.load_u32, m.divide
+    NDIM, SHAPE = u64(layout_offset("ndim")), u64(layout_offset("shape"))
+    STRIDES, ZERO, ONE, EIGHT = u64(layout_offset("strides")), u64(0), u64(1), u64(8)
+    ELEMENT = u64(F32_BYTES)
+
+    def element_address(layout: Any, base: Any, index: Any) -> Any:
+        dim = load_u32(layout + NDIM)
+        steps = ZERO
+        while dim > ZERO:
+            dim -= ONE
+            extent = load_u64(layout + SHAPE + dim * EIGHT)
+            rest = divide(index, extent)
+            steps += (index - rest * extent) * load_u64(layout + STRIDES + dim * EIGHT)
+            index = rest
+        return base + steps * ELEMENT
+
+    return m.device(element_address)
+
+
+def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
+    """The body of an element-wise f32 operator of 0, 1 or 2 inputs: `op(context, task, tile, arena)`.
+
+    `function(x, y, value)` computes one element; a missing input is 0, `value` is the first scalar.
+    """
+    u64, f32 = m.u64, m.f32
+    thread_index, block_width = m.thread_index, m.block_width
+    load_u64, load_u32, load_f32, store_f32 = m.load_u64, m.load_u32, m.load_f32, m.store_f32
+    load_f32x4, store_f32x4, load_scratch_f32 = m.load_f32x4, m.store_f32x4, m.load_scratch_f32
+    tile_range, element_address = make_tile_range(m), make_element_address(m)
+    function = m.device(function)
+
+    INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
+    TILES, SCALARS, LAYOUTS_AT = u64(offset("tiles")), u64(offset("scalars")), u64(offset("layouts"))
+    LAYOUTS, LAYOUT_SIZE = u64(field(CONTEXT, "layouts")), u64(LAYOUT_BYTES)
+    STRIDED = u64(Flag.STRIDED)
+    ZERO, ONE, TWO, THREE, FOUR, EIGHT = u64(0), u64(1), u64(2), u64(3), u64(4), u64(8)
+    FIFTEEN, SIXTEEN, HALF, SLOT_MASK = u64(15), u64(16), u64(32), u64(0xFFFF)
+    TO_SECOND, TO_OUTPUT = u64(16), u64(16 * MAX_INPUTS)
+    OK = np.int32(0)
+    NOTHING = f32(0)
+    takes_x, takes_y = arity > 0, arity > 1
+
+    if takes_y:
+
+        def four(x: Any, y: Any, value: Any) -> Any:
+            a = load_f32x4(x)
+            b = load_f32x4(y)
+            return (
+                function(a[0], b[0], value),
+                function(a[1], b[1], value),
+                function(a[2], b[2], value),
+                function(a[3], b[3], value),
+            )
+
+        def one(x: Any, y: Any, value: Any) -> Any:
+            return function(load_f32(x), load_f32(y), value)
+    elif takes_x:
+
+        def four(x: Any, y: Any, value: Any) -> Any:
+            a = load_f32x4(x)
+            return (
+                function(a[0], NOTHING, value),
+                function(a[1], NOTHING, value),
+                function(a[2], NOTHING, value),
+                function(a[3], NOTHING, value),
+            )
+
+        def one(x: Any, y: Any, value: Any) -> Any:
+            return function(load_f32(x), NOTHING, value)
+    else:
+
+        def four(x: Any, y: Any, value: Any) -> Any:
+            result = function(NOTHING, NOTHING, value)
+            return result, result, result, result
+
+        def one(x: Any, y: Any, value: Any) -> Any:
+            return function(NOTHING, NOTHING, value)
+
+    four = m.device(four)
+    one = m.device(one)
+
+    def elementwise(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        x = load_u64(task + INPUTS)
+        y = load_u64(task + INPUTS + EIGHT)
+        out = load_u64(task + OUTPUT)
+        value = load_scratch_f32(task + SCALARS)
+        begin, end = tile_range(load_u64(task + COUNT), load_u32(task + TILES), tile)
+        index = begin + thread_index()
+        width = block_width()
+        if (load_u64(task) >> HALF) & STRIDED != ZERO:
+            # Slots of the four inputs fill one word, those of the outputs begin the next.
+            slots = load_u64(task + LAYOUTS_AT)
+            table = load_u64(context + LAYOUTS)
+            layout_x = table + (slots & SLOT_MASK) * LAYOUT_SIZE
+            layout_y = table + ((slots >> TO_SECOND) & SLOT_MASK) * LAYOUT_SIZE
+            layout_out = table + (load_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK) * LAYOUT_SIZE
+            at_x = x
+            at_y = y
+            while index < end:
+                if takes_x:
+                    at_x = element_address(layout_x, x, index)
+                if takes_y:
+                    at_y = element_address(layout_y, y, index)
+                store_f32(element_address(layout_out, out, index), one(at_x, at_y, value))
+                index += width
+        else:
+            done = begin  # elements before it belong to the 16-byte path
+            if (x | y | out) & FIFTEEN == ZERO:
+                done = begin + (((end - begin) >> TWO) << TWO)
+                vector = begin + thread_index() * FOUR
+                step = width * FOUR
+                while vector + step + step + step < done:
+                    a = vector * FOUR
+                    b = (vector + step) * FOUR
+                    c = (vector + step + step) * FOUR
+                    d = (vector + step + step + step) * FOUR
+                    p = four(x + a, y + a, value)
+                    q = four(x + b, y + b, value)
+                    r = four(x + c, y + c, value)
+                    s = four(x + d, y + d, value)
+                    store_f32x4(out + a, p[0], p[1], p[2], p[3])
+                    store_f32x4(out + b, q[0], q[1], q[2], q[3])
+                    store_f32x4(out + c, r[0], r[1], r[2], r[3])
+                    store_f32x4(out + d, s[0], s[1], s[2], s[3])
+                    vector += step * FOUR
+                while vector < done:
+                    a = vector * FOUR
+                    p = four(x + a, y + a, value)
+                    store_f32x4(out + a, p[0], p[1], p[2], p[3])
+                    vector += step
+            index = done + thread_index()
+            while index < end:
+                store_f32(out + index * FOUR, one(x + index * FOUR, y + index * FOUR, value))
+                index += width
+        return OK
+
+    return elementwise
+
+
+# --- the operators: the function of one element, and beside it what it means ---
+
+
+def make_nop(m: Primitives) -> Body:
+    """Does nothing: for measuring, and for ordering."""
+    OK = np.int32(0)
+
+    def nop(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        return OK
+
+    return nop
+
+
+def make_copy(m: Primitives) -> Body:
+    def copy(x: Any, y: Any, value: Any) -> Any:
+        return x
+
+    return make_elementwise(m, 1, copy)
+
+
+def spec_copy(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return a.copy()
+
+
+def make_fill(m: Primitives) -> Body:
+    def fill(x: Any, y: Any, value: Any) -> Any:
+        return value
+
+    return make_elementwise(m, 0, fill)
+
+
+def spec_fill(shape: tuple[int, ...], value: float) -> np.ndarray[Any, Any]:
+    return np.full(shape, value, np.float32)
+
+
+def make_add(m: Primitives) -> Body:
+    def add(x: Any, y: Any, value: Any) -> Any:
+        return x + y
+
+    return make_elementwise(m, 2, add)
+
+
+def spec_add(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.add(a, b)
+
+
+def make_sub(m: Primitives) -> Body:
+    def sub(x: Any, y: Any, value: Any) -> Any:
+        return x - y
+
+    return make_elementwise(m, 2, sub)
+
+
+def spec_sub(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.subtract(a, b)
+
+
+def make_mul(m: Primitives) -> Body:
+    def mul(x: Any, y: Any, value: Any) -> Any:
+        return x * y
+
+    return make_elementwise(m, 2, mul)
+
+
+def spec_mul(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.multiply(a, b)
+
+
+def make_div(m: Primitives) -> Body:
+    def div(x: Any, y: Any, value: Any) -> Any:
+        return x / y
+
+    return make_elementwise(m, 2, div)
+
+
+def spec_div(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+        return np.divide(a, b)
+
+
+def make_relu(m: Primitives) -> Body:
+    ZERO = m.f32(0)
+
+    def relu(x: Any, y: Any, value: Any) -> Any:
+        # Written this way round NaN fails the comparison and passes through; max.f32 would drop it.
+        return ZERO if x < ZERO else x
+
+    return make_elementwise(m, 1, relu)
+
+
+def spec_relu(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.where(a < 0, np.float32(0), a)

@@ -1,0 +1,478 @@
+"""The pump: published descriptors in host memory arrive, work items in device memory leave.
+
+One block, the only reader of host memory. It owns a position from the moment its stamp is seen until its
+item is in the queue. Each turn of its loop is one flight over the bus: the descriptors that the last
+flight found published, together with the stamps of the window after them and the host's control words. A
+flight costs about a microsecond whatever it carries.
+
+A launch ends here: when the lease is over, when nothing has come for a while, or when the host asks, the
+pump parks. It stops at a position, which the next launch takes up; nothing in the ring is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..descriptor import LAYOUT_BYTES, STATUS_BITS, TASK_BYTES, Flag, offset
+from ..machines.base import Body, Primitives
+from ..protocol import (
+    CONTEXT,
+    DEVICE_STATE,
+    HEARTBEAT_LIMIT_NS,
+    HOST_CONTROL,
+    HOST_STATE,
+    LAYOUT_SLOTS,
+    SCRATCH_CONTROL,
+    SCRATCH_ENTRY,
+    SCRATCH_FLOOR,
+    SCRATCH_GAP,
+    SCRATCH_META,
+    SCRATCH_SPECIAL,
+    WINDOW,
+    ParkReason,
+    field,
+)
+from .ring import make_leave, make_log2, make_queue_entry
+
+# A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | linked << 63.
+# `run` and `tiles` are the descriptor's second word as it stands.
+META_LINKED = 63
+META_TILES = 32
+
+
+def make_pump(m: Primitives) -> Body:
+    """Build the pump for a machine: `pump(context, workers, scratch)`, one block."""
+    u64, barrier = m.u64, m.barrier
+    thread_index, block_width = m.thread_index, m.block_width
+    store_release_gpu, store_relaxed_sys = m.store_release_gpu, m.store_relaxed_sys
+    store_relaxed_gpu = m.store_relaxed_gpu
+    load_u64, store_u64 = m.load_u64, m.store_u64
+    load_u32, store_u32 = m.load_u32, m.store_u32
+    fence_acq_rel_gpu, now_ns, pause = m.fence_acq_rel_gpu, m.now_ns, m.pause
+
+    log2, leave = make_log2(m), make_leave(m)
+    fly, copy_layouts = _make_fly(m), _make_copy_layouts(m)
+    hand_out, decide = _make_hand_out(m), _make_decide(m)
+
+    DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
+    HOST_STATE_AT = u64(field(CONTEXT, "host_state"))
+    BEGUN, WORKERS = u64(field(HOST_STATE, "begun")), u64(field(HOST_STATE, "workers"))
+    INGESTED = u64(field(HOST_STATE, "ingested"))
+    CLOSED = u64(field(DEVICE_STATE, "closed"))
+    CURSOR, ITEMS = u64(field(DEVICE_STATE, "cursor")), u64(field(DEVICE_STATE, "items"))
+    LAUNCHES = u64(field(DEVICE_STATE, "launches"))
+    KNOWN_LAYOUTS = u64(field(DEVICE_STATE, "layouts"))
+    ZERO, ONE, FOUR = u64(0), u64(1), u64(4)
+    QUIET_LIMIT, FULL_LIMIT = u64(min(32, WINDOW)), u64(WINDOW)
+    GAP, SPECIAL = u64(SCRATCH_GAP), u64(SCRATCH_SPECIAL)
+    ENTRY, HEARTBEAT = u64(SCRATCH_ENTRY), u64(SCRATCH_CONTROL + field(HOST_CONTROL, "heartbeat"))
+    NEW_LAYOUTS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "layouts"))
+
+    def pump(context: Any, workers: Any, scratch: Any) -> None:
+        thread = thread_index()
+        width = block_width()
+        report = load_u64(context + HOST_STATE_AT)
+        state = load_u64(context + DEVICE_STATE_AT)
+        mask = load_u64(context + MASK)
+        queue_bits = log2(mask + ONE) + ONE
+
+        # Plain loads: the launch before this one, earlier in stream order, was the last to write these.
+        cursor = load_u64(state + CURSOR)  # next position to take
+        items = load_u64(state + ITEMS)  # next queue item to hand out
+        launch = load_u64(state + LAUNCHES) + ONE
+        layouts = load_u64(state + KNOWN_LAYOUTS)
+        known = cursor  # every position below is published
+        retired = cursor  # every position below has completed (advanced only when the queue is nearly full)
+        floor = items  # every item below has completed; the launch before finished all it handed out
+        started = now_ns()
+        active = started
+        alive = started
+        heartbeat = ZERO
+        limit = QUIET_LIMIT
+        turn = ZERO
+        spins = ZERO
+        if thread == ZERO:
+            store_relaxed_sys(report + WORKERS, workers)
+            store_relaxed_sys(report + BEGUN, launch)
+            store_u32(scratch + GAP, limit)
+            store_u32(scratch + SPECIAL, ZERO)
+        barrier()
+
+        while True:
+            ready = known - cursor
+            here = (turn & ONE) * FOUR  # gap and special alternate, so that resetting one races with nobody
+            fly(context, scratch, here, cursor, ready, known, limit)
+            barrier()  # the window is in scratch and in the device ring
+            gap = load_u32(scratch + GAP + here)
+            special = load_u32(scratch + SPECIAL + here)
+            interned = load_u64(scratch + NEW_LAYOUTS)
+            next_limit = QUIET_LIMIT
+            if gap != ZERO:
+                next_limit = FULL_LIMIT
+            if ready != ZERO:
+                if interned != layouts:
+                    copy_layouts(context, layouts, interned)
+                    layouts = interned
+                    barrier()
+                # Release, together with the relaxed stores of entries after it: descriptors and layouts are
+                # visible before their items. Pairs with the acquire in device/worker.py, take.
+                fence_acq_rel_gpu()
+                items, floor, retired = hand_out(
+                    context, scratch, queue_bits, special, cursor, ready, items, floor, retired
+                )
+            cursor = known
+            known = known + gap
+            if thread == ZERO:
+                store_u32(scratch + GAP + (here ^ FOUR), next_limit)
+                store_u32(scratch + SPECIAL + (here ^ FOUR), ZERO)
+                if ready != ZERO:
+                    store_relaxed_sys(report + INGESTED, cursor)
+                now = now_ns()
+                if ready != ZERO or gap != ZERO:
+                    active = now
+                    spins = ZERO
+                beat = load_u64(scratch + HEARTBEAT)
+                if beat != heartbeat:
+                    heartbeat = beat
+                    alive = now
+                reason = decide(
+                    context, scratch, launch, workers, items, known, gap + ready, now, started, active, alive
+                )
+                store_u64(scratch + ENTRY, reason)
+                if reason == ZERO and known == cursor:
+                    pause(spins)
+                    spins += ONE
+            limit = next_limit
+            turn += ONE
+            barrier()
+            if load_u64(scratch + ENTRY) != ZERO:
+                break
+
+        if thread == ZERO:
+            store_relaxed_gpu(state + CURSOR, cursor)
+            store_u64(state + ITEMS, items)
+            store_u64(state + LAUNCHES, launch)
+            store_u64(state + KNOWN_LAYOUTS, layouts)
+            # Release: no item at or after `items` belongs to this launch. Workers need no more than the
+            # number; the state above is for the block that leaves last, through the atomic in leave.
+            store_release_gpu(state + CLOSED, items + ONE)
+            leave(state, workers)
+
+    return pump
+
+
+def _make_fly(m: Primitives) -> Body:
+    """`fly(context, scratch, here, cursor, ready, known, limit)`: one flight over the bus.
+
+    Moves the `ready` descriptors from `cursor` to the device ring and their meta words to scratch, lowers
+    scratch[gap] to the first of the `limit` stamps from `known` that is not published, and brings the
+    host's control words to scratch. Loads that do not depend on each other are issued together.
+    """
+    u64 = m.u64
+    thread_index, block_width = m.thread_index, m.block_width
+    load_acquire_sys, load_pair_relaxed_sys = m.load_acquire_sys, m.load_pair_relaxed_sys
+    load_u64, store_u64, store_pair = m.load_u64, m.store_u64, m.store_pair
+    shared_min_u32, shared_max_u32 = m.shared_min_u32, m.shared_max_u32
+
+    HOST_RING, STAMPS = u64(field(CONTEXT, "host_ring")), u64(field(CONTEXT, "stamps"))
+    DEVICE_RING, MASK = u64(field(CONTEXT, "device_ring")), u64(field(CONTEXT, "mask"))
+    HOST_CONTROL_AT = u64(field(CONTEXT, "host_control"))
+    ZERO, ONE, TWO, THREE, SEVEN, EIGHT = u64(0), u64(1), u64(2), u64(3), u64(7), u64(8)
+    SIXTEEN, THIRTY_TWO, FORTY_EIGHT = u64(16), u64(32), u64(48)
+    HALF, LOW_HALF, LINK = u64(32), u64(0xFFFFFFFF), u64(Flag.LINK)
+    TASK_SIZE, CHUNKS = u64(TASK_BYTES), u64(TASK_BYTES // 16)
+    TO_LINKED, TILES_AND_RUN = u64(META_LINKED), u64(0xFFFFFFFFFFFF)
+    GAP, SPECIAL, META = u64(SCRATCH_GAP), u64(SCRATCH_SPECIAL), u64(SCRATCH_META)
+    CONTROL = u64(SCRATCH_CONTROL)
+    assert offset("op_id") == 0 and offset("flags") == 4 and offset("run") == 8 and offset("tiles") == 12
+
+    def place(scratch: Any, here: Any, ring: Any, chunk: Any, low: Any, high: Any) -> None:
+        """Store 16 bytes of the window; a descriptor's first chunk also says how it is handed out."""
+        store_pair(ring, low, high)
+        if chunk & SEVEN == ZERO:
+            linked = (low >> HALF) & LINK
+            store_u64(scratch + META + chunk, (high & TILES_AND_RUN) | (linked << TO_LINKED))
+            if linked != ZERO or (high & LOW_HALF) > ONE or (high >> HALF) > ONE:
+                shared_max_u32(scratch + SPECIAL + here, ONE)
+
+    place = m.device(place)
+
+    def fly(
+        context: Any, scratch: Any, here: Any, cursor: Any, ready: Any, known: Any, limit: Any
+    ) -> None:
+        thread = thread_index()
+        width = block_width()
+        mask = load_u64(context + MASK)
+        source = load_u64(context + HOST_RING)
+        target = load_u64(context + DEVICE_RING)
+        stamps = load_u64(context + STAMPS)
+        ring_bytes = mask * TASK_SIZE + (TASK_SIZE - ONE)  # masks a byte offset into the ring
+        start = cursor * TASK_SIZE
+        chunks = ready * CHUNKS
+
+        # Long windows first: four loads a thread in flight at a time.
+        chunk = thread
+        while chunk + THREE * width < chunks:
+            chunk_b = chunk + width
+            chunk_c = chunk_b + width
+            chunk_d = chunk_c + width
+            a = (start + chunk * SIXTEEN) & ring_bytes
+            b = (start + chunk_b * SIXTEEN) & ring_bytes
+            c = (start + chunk_c * SIXTEEN) & ring_bytes
+            d = (start + chunk_d * SIXTEEN) & ring_bytes
+            a_low, a_high = load_pair_relaxed_sys(source + a)
+            b_low, b_high = load_pair_relaxed_sys(source + b)
+            c_low, c_high = load_pair_relaxed_sys(source + c)
+            d_low, d_high = load_pair_relaxed_sys(source + d)
+            place(scratch, here, target + a, chunk, a_low, a_high)
+            place(scratch, here, target + b, chunk_b, b_low, b_high)
+            place(scratch, here, target + c, chunk_c, c_low, c_high)
+            place(scratch, here, target + d, chunk_d, d_low, d_high)
+            chunk = chunk_d + width
+        while chunk + width < chunks:
+            a = (start + chunk * SIXTEEN) & ring_bytes
+            a_low, a_high = load_pair_relaxed_sys(source + a)
+            place(scratch, here, target + a, chunk, a_low, a_high)
+            chunk += width
+
+        # What is left, at most one chunk a thread, flies together with the control words and the stamps.
+        last = (start + chunk * SIXTEEN) & ring_bytes
+        low = ZERO
+        high = ZERO
+        if chunk < chunks:
+            low, high = load_pair_relaxed_sys(source + last)
+        keeper = ZERO
+        if width > THIRTY_TWO:
+            keeper = THIRTY_TWO  # a warp that watches no stamps of a quiet ring
+        if thread == keeper:
+            # Relaxed: a count of layouts read here is at least what the tasks below `known` need, because
+            # their stamps were acquired in an earlier flight.
+            control = load_u64(context + HOST_CONTROL_AT)
+            park_request, heartbeat = load_pair_relaxed_sys(control)
+            lease, idle = load_pair_relaxed_sys(control + SIXTEEN)
+            layouts, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
+            store_u64(scratch + CONTROL, park_request)
+            store_u64(scratch + CONTROL + EIGHT, heartbeat)
+            store_u64(scratch + CONTROL + SIXTEEN, lease)
+            store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
+            store_u64(scratch + CONTROL + THIRTY_TWO, layouts)
+            store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
+        index = thread
+        while index < limit:
+            position = known + index
+            # Acquire: the descriptor's words are visible if its stamp is; the barrier after this flight
+            # carries that to the thread that moves them. Pairs with the release in host/ring.py, publish.
+            if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:
+                shared_min_u32(scratch + GAP + here, index)
+                break
+            index += width
+        if chunk < chunks:
+            place(scratch, here, target + last, chunk, low, high)
+
+    return m.device(fly)
+
+
+def _make_copy_layouts(m: Primitives) -> Body:
+    """`copy_layouts(context, have, interned)`: bring layouts [have, interned) to the device table.
+
+    A layout is never changed while a task may use it, so a plain copy after its count was read is whole.
+    """
+    u64 = m.u64
+    thread_index, block_width = m.thread_index, m.block_width
+    load_pair_relaxed_sys, store_pair, load_u64 = m.load_pair_relaxed_sys, m.store_pair, m.load_u64
+    divide = m.divide
+    HOST_LAYOUTS, LAYOUTS = u64(field(CONTEXT, "host_layouts")), u64(field(CONTEXT, "layouts"))
+    SIXTEEN, CHUNKS, SLOT_MASK = u64(16), u64(LAYOUT_BYTES // 16), u64(LAYOUT_SLOTS - 1)
+
+    def copy_layouts(context: Any, have: Any, interned: Any) -> None:
+        source = load_u64(context + HOST_LAYOUTS)
+        target = load_u64(context + LAYOUTS)
+        chunk = thread_index()
+        while chunk < (interned - have) * CHUNKS:
+            number = divide(chunk, CHUNKS)
+            place = (((have + number) & SLOT_MASK) * CHUNKS + (chunk - number * CHUNKS)) * SIXTEEN
+            low, high = load_pair_relaxed_sys(source + place)
+            store_pair(target + place, low, high)
+            chunk += block_width()
+
+    return m.device(copy_layouts)
+
+
+def _make_hand_out(m: Primitives) -> Body:
+    """`hand_out(context, scratch, queue_bits, special, cursor, ready, items, floor, retired)`.
+
+    Puts the window's items into the queue and returns the new (items, floor, retired). A task that stands
+    alone is one item, a tiled one `tiles` items, and a run one item, handed out with its last member: the
+    pump needs no memory of runs it has seen only in part, not even across a park.
+    """
+    u64, barrier = m.u64, m.barrier
+    thread_index, block_width = m.thread_index, m.block_width
+    load_acquire_gpu, store_relaxed_gpu = m.load_acquire_gpu, m.store_relaxed_gpu
+    load_u64, store_u64, pause = m.load_u64, m.store_u64, m.pause
+    queue_entry = make_queue_entry(m)
+
+    QUEUE, ITEM_ENDS = u64(field(CONTEXT, "queue")), u64(field(CONTEXT, "item_ends"))
+    DEVICE_DONE, MASK = u64(field(CONTEXT, "device_done")), u64(field(CONTEXT, "mask"))
+    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
+    LOW_HALF, TILES_MASK = u64(0xFFFFFFFF), u64(0xFFFF)
+    TO_LINKED, TO_TILES, TOP_BIT = u64(META_LINKED), u64(META_TILES), u64(1 << 63)
+    STATUS_SHIFT = u64(STATUS_BITS)
+    META, FLOOR = u64(SCRATCH_META), u64(SCRATCH_FLOOR)
+
+    def make_room(context: Any, scratch: Any, mask: Any, items: Any, wanted: Any, floor: Any, retired: Any) -> Any:
+        """Wait until `wanted` more items fit, by following completions; they need nothing from the pump."""
+        if thread_index() == ZERO:
+            done = load_u64(context + DEVICE_DONE)
+            ends = load_u64(context + ITEM_ENDS)
+            spins = ZERO
+            while items + wanted - floor > (mask + ONE) + (mask + ONE):
+                slot = (retired & mask) * EIGHT
+                target = (retired + ONE) << STATUS_SHIFT
+                if load_acquire_gpu(done + slot) - target < TOP_BIT:
+                    floor = load_u64(ends + slot)
+                    retired += ONE
+                    spins = ZERO
+                else:
+                    pause(spins)
+                    spins += ONE
+            store_u64(scratch + FLOOR, floor)
+            store_u64(scratch + FLOOR + EIGHT, retired)
+        barrier()
+        floor = load_u64(scratch + FLOOR)
+        retired = load_u64(scratch + FLOOR + EIGHT)
+        barrier()
+        return floor, retired
+
+    make_room = m.device(make_room)
+
+    def hand_out(
+        context: Any,
+        scratch: Any,
+        queue_bits: Any,
+        special: Any,
+        cursor: Any,
+        ready: Any,
+        items: Any,
+        floor: Any,
+        retired: Any,
+    ) -> Any:
+        thread = thread_index()
+        width = block_width()
+        mask = load_u64(context + MASK)
+        queue = load_u64(context + QUEUE)
+        ends = load_u64(context + ITEM_ENDS)
+        queue_length = (mask + ONE) + (mask + ONE)
+        queue_mask = queue_length - ONE
+
+        if special == ZERO:  # one item a task
+            if items + ready - floor > queue_length:
+                floor, retired = make_room(context, scratch, mask, items, ready, floor, retired)
+            index = thread
+            while index < ready:
+                item = items + index
+                position = cursor + index
+                store_u64(ends + (position & mask) * EIGHT, item + ONE)
+                entry = queue_entry(item, queue_bits, ZERO, position)
+                store_relaxed_gpu(queue + (item & queue_mask) * EIGHT, entry)
+                index += width
+            items += ready
+        else:
+            number = ZERO
+            while number < ready:
+                meta = load_u64(scratch + META + number * EIGHT)
+                position = cursor + number
+                if meta >> TO_LINKED == ZERO:
+                    run = meta & LOW_HALF
+                    tiles = (meta >> TO_TILES) & TILES_MASK
+                    first = position
+                    if run > ONE:
+                        first = position - (run - ONE)
+                    if tiles == ZERO or tiles > mask + ONE:
+                        tiles = ONE  # too many for the queue: the worker answers BAD_DESCRIPTOR
+                    if items + tiles - floor > queue_length:
+                        floor, retired = make_room(context, scratch, mask, items, tiles, floor, retired)
+                    tile = thread
+                    while tile < tiles:
+                        item = items + tile
+                        entry = queue_entry(item, queue_bits, tile, first)
+                        store_relaxed_gpu(queue + (item & queue_mask) * EIGHT, entry)
+                        tile += width
+                    items += tiles
+                if thread == ZERO:
+                    store_u64(ends + (position & mask) * EIGHT, items)
+                number += ONE
+        return items, floor, retired
+
+    return m.device(hand_out)
+
+
+def _make_decide(m: Primitives) -> Body:
+    """`decide(...)` -> ParkReason: one thread asks whether this launch should end, and announces it.
+
+    Parking for want of work races with a producer that publishes at the same moment. Each side stores,
+    fences, then looks at the other's word: the pump announces and re-reads the next stamp, the producer
+    publishes and re-reads the announcement (host/ring.py, publish). One of the two sees the other.
+    """
+    u64 = m.u64
+    load_relaxed_gpu, load_acquire_sys = m.load_relaxed_gpu, m.load_acquire_sys
+    store_relaxed_sys, fence_sc_sys = m.store_relaxed_sys, m.fence_sc_sys
+    load_u64 = m.load_u64
+    STAMPS, MASK = u64(field(CONTEXT, "stamps")), u64(field(CONTEXT, "mask"))
+    HOST_STATE_AT = u64(field(CONTEXT, "host_state"))
+    DEVICE_STATE_AT = u64(field(CONTEXT, "device_state"))
+    PARKED, REASON = u64(field(HOST_STATE, "parked")), u64(field(HOST_STATE, "reason"))
+    TICKETS = u64(field(DEVICE_STATE, "tickets"))
+    PARK_REQUEST = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "park_request"))
+    LEASE_NS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "lease_ns"))
+    IDLE_NS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "idle_ns"))
+    WIDEN_AT = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "widen_at"))
+    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
+    NONE, IDLE, LEASE = u64(ParkReason.NONE), u64(ParkReason.IDLE), u64(ParkReason.LEASE)
+    REQUEST, WIDEN = u64(ParkReason.REQUEST), u64(ParkReason.WIDEN)
+    ORPHANED, HEARTBEAT_LIMIT = u64(ParkReason.ORPHANED), u64(HEARTBEAT_LIMIT_NS)
+
+    def decide(
+        context: Any,
+        scratch: Any,
+        launch: Any,
+        workers: Any,
+        items: Any,
+        known: Any,
+        news: Any,
+        now: Any,
+        started: Any,
+        active: Any,
+        alive: Any,
+    ) -> Any:
+        lease = load_u64(scratch + LEASE_NS)
+        idle = load_u64(scratch + IDLE_NS)
+        widen_at = load_u64(scratch + WIDEN_AT)
+        tickets = load_u64(context + DEVICE_STATE_AT) + TICKETS
+        reason = NONE
+        if load_u64(scratch + PARK_REQUEST) >= launch:
+            reason = REQUEST
+        elif lease != ZERO and now - started > lease:
+            reason = LEASE
+        elif now - alive > HEARTBEAT_LIMIT:
+            reason = ORPHANED
+        elif news == ZERO:
+            # Every worker waits for an item that does not exist: nothing runs either.
+            if idle != ZERO and now - active > idle and load_relaxed_gpu(tickets) >= items + workers:
+                reason = IDLE
+        elif widen_at != ZERO:
+            taken = load_relaxed_gpu(tickets)
+            if taken < items and items - taken > widen_at:
+                reason = WIDEN
+        if reason != NONE:
+            report = load_u64(context + HOST_STATE_AT)
+            store_relaxed_sys(report + REASON, reason)
+            store_relaxed_sys(report + PARKED, launch)
+            fence_sc_sys()
+            if reason == IDLE:
+                stamp = load_u64(context + STAMPS) + (known & load_u64(context + MASK)) * EIGHT
+                if load_acquire_sys(stamp) == known + ONE:
+                    store_relaxed_sys(report + PARKED, launch - ONE)  # not parked after all
+                    reason = NONE
+        return reason
+
+    return m.device(decide)

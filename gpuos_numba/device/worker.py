@@ -1,0 +1,310 @@
+"""The worker: an item arrives from the queue, its tasks run, their done words leave.
+
+One block. It owns what it took, a whole task, one tile of a task or a run of linked tasks, until it has
+published the completion. It waits on nothing but lower positions, so the lowest unfinished task can always
+run and every launch can always end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..descriptor import STATUS_BITS, TASK_BYTES, Flag, Status, offset
+from ..machines.base import Body, Primitives
+from ..protocol import (
+    CONTEXT,
+    DEVICE_STATE,
+    LAP_SHIFT,
+    MAX_RUN,
+    SCRATCH_ARENA,
+    SCRATCH_ENTRY,
+    SCRATCH_MERGE,
+    SCRATCH_STATUS,
+    SCRATCH_TASKS,
+    TILE_SHIFT,
+    WORKER_STATE_BYTES,
+    WorkerState,
+    field,
+)
+from .ring import make_leave, make_log2, make_queue_entry
+
+STATUS_SHIFT = STATUS_BITS
+STATE_SHIFT = 8  # op_id << 8 | WorkerState
+
+
+def make_worker(m: Primitives) -> Body:
+    """Build the worker for a machine: `worker(context, block, workers, scratch)`, block = 1 ... workers."""
+    u64, barrier = m.u64, m.barrier
+    thread_index, block_width = m.thread_index, m.block_width
+    load_u64, store_u64 = m.load_u64, m.store_u64
+    load_u32, store_u32, shared_max_u32 = m.load_u32, m.store_u32, m.shared_max_u32
+    copy_wait, dispatch = m.copy_wait, m.dispatch
+    load_relaxed_gpu, store_relaxed_gpu = m.load_relaxed_gpu, m.store_relaxed_gpu
+
+    take, await_position, stage = _make_take(m), _make_await(m), _make_stage(m)
+    finish_tile, publish = _make_finish_tile(m), _make_publish(m)
+    leave, log2 = make_leave(m), make_log2(m)
+
+    DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
+    WORKER_STATES = u64(field(CONTEXT, "worker_states"))
+    CURSOR = u64(field(DEVICE_STATE, "cursor"))
+    ZERO, ONE, FOUR, EIGHT, THIRTY_TWO = u64(0), u64(1), u64(4), u64(8), u64(32)
+    STATE_BYTES, TASK_SIZE = u64(WORKER_STATE_BYTES), u64(TASK_BYTES)
+    LOW_HALF, TILE_MASK = u64(0xFFFFFFFF), u64(0xFFFF)
+    SIGN, HIGH_HALF = u64(0x80000000), u64(0xFFFFFFFF00000000)
+    TO_TILE, HALF, TO_STATE = u64(TILE_SHIFT), u64(32), u64(STATE_SHIFT)
+    ENTRY, TASKS, STATUSES = u64(SCRATCH_ENTRY), u64(SCRATCH_TASKS), u64(SCRATCH_STATUS)
+    ARENA, RUN_MASK, RUN_LIMIT = u64(SCRATCH_ARENA), u64(MAX_RUN - 1), u64(MAX_RUN)
+    LINK, AFTER_0, AFTER_1 = u64(Flag.LINK), u64(Flag.AFTER_0), u64(Flag.AFTER_1)
+    AFTER_ANY = u64(Flag.AFTER_0 | Flag.AFTER_1)
+    AFTER_AT, TILES_AT = u64(offset("after")), u64(offset("tiles"))
+    BAD_DESCRIPTOR = u64(Status.BAD_DESCRIPTOR)
+    IDLE, WAITING, RUNNING = u64(WorkerState.IDLE), u64(WorkerState.WAITING), u64(WorkerState.RUNNING)
+
+    def worker(context: Any, block: Any, workers: Any, scratch: Any) -> None:
+        thread = thread_index()
+        width = block_width()
+        state = load_u64(context + DEVICE_STATE_AT)
+        mask = load_u64(context + MASK)
+        queue_bits = log2(mask + ONE) + ONE
+        mine = load_u64(context + WORKER_STATES) + (block - ONE) * STATE_BYTES
+        position = load_relaxed_gpu(state + CURSOR)  # any position near those to come
+        # Two warps share the pause between items: one publishes the last, one takes the next.
+        taker = ZERO
+        if width > THIRTY_TWO:
+            taker = THIRTY_TWO
+        index = thread
+        while index < RUN_LIMIT:
+            store_u32(scratch + STATUSES + index * FOUR, ZERO)
+            index += width
+
+        while True:
+            if thread == taker:
+                store_u64(scratch + ENTRY, take(context, state, mask, queue_bits))
+            barrier()
+            entry = load_u64(scratch + ENTRY)
+            if entry == ZERO:
+                break
+            tile = (entry >> TO_TILE) & TILE_MASK
+            # The entry holds the low half of the position; the last position seen is within a lap of it.
+            step = (entry - position) & LOW_HALF
+            if step & SIGN != ZERO:
+                step |= HIGH_HALF
+            position += step
+            first = position
+            stage(context, scratch, mask, position)
+            copy_wait()
+            barrier()
+
+            while True:  # the tasks of a run; one turn where the task stands alone
+                task = scratch + TASKS + (position & ONE) * TASK_SIZE
+                head = load_u64(task)
+                op_id = head & LOW_HALF
+                flags = head >> HALF
+                if flags & AFTER_ANY != ZERO:
+                    if thread == ZERO:
+                        store_relaxed_gpu(mine + EIGHT, position)
+                        store_relaxed_gpu(mine, (op_id << TO_STATE) | WAITING)
+                        if flags & AFTER_0 != ZERO:
+                            await_position(context, mask, load_u64(task + AFTER_AT))
+                        if flags & AFTER_1 != ZERO:
+                            await_position(context, mask, load_u64(task + AFTER_AT + EIGHT))
+                    barrier()
+                if thread == ZERO:
+                    store_relaxed_gpu(mine + EIGHT, position)
+                    store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
+                tiles = load_u32(task + TILES_AT)
+                if flags & LINK != ZERO:
+                    stage(context, scratch, mask, position + ONE)  # flies while the task runs
+                if tiles > mask + ONE:
+                    status = BAD_DESCRIPTOR
+                else:
+                    status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
+                if status != ZERO:
+                    shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
+                copy_wait()
+                barrier()
+                if flags & LINK == ZERO:
+                    break
+                position += ONE
+
+            if tiles > ONE and tiles <= mask + ONE:
+                finish_tile(context, scratch, mask, position, task, op_id, flags, tiles)
+            else:
+                publish(context, scratch, mask, first, position)
+            if thread == ZERO:
+                store_relaxed_gpu(mine, IDLE)
+
+        if thread == ZERO:
+            leave(state, workers)
+
+    return worker
+
+
+def _make_take(m: Primitives) -> Body:
+    """`take(context, state, mask, queue_bits)` -> the entry of the next item, or 0 if this launch has no more.
+
+    The number drawn is the only thing that workers contend for; then each polls a word of its own.
+    """
+    u64 = m.u64
+    atomic_add_gpu, load_relaxed_gpu, load_acquire_gpu = (
+        m.atomic_add_gpu,
+        m.load_relaxed_gpu,
+        m.load_acquire_gpu,
+    )
+    load_u64, pause = m.load_u64, m.pause
+    queue_entry = make_queue_entry(m)
+    QUEUE = u64(field(CONTEXT, "queue"))
+    TICKETS, CLOSED = u64(field(DEVICE_STATE, "tickets")), u64(field(DEVICE_STATE, "closed"))
+    ZERO, ONE, EIGHT, TO_LAP = u64(0), u64(1), u64(8), u64(LAP_SHIFT)
+
+    def take(context: Any, state: Any, mask: Any, queue_bits: Any) -> Any:
+        ticket = atomic_add_gpu(state + TICKETS, ONE)
+        queue_mask = mask + mask + ONE
+        slot = load_u64(context + QUEUE) + (ticket & queue_mask) * EIGHT
+        lap = queue_entry(ticket, queue_bits, ZERO, ZERO) >> TO_LAP
+        spins = ZERO
+        entry = ZERO
+        while True:
+            # Relaxed: `closed` only says that the entry will never come, and brings no data along.
+            closed = load_relaxed_gpu(state + CLOSED)
+            # Acquire: descriptor and layouts are visible. Pairs with the fence in device/pump.py before
+            # hand_out; the barrier after take carries it to the block.
+            found = load_acquire_gpu(slot)
+            if found >> TO_LAP == lap:
+                entry = found
+                break
+            if closed != ZERO and ticket >= closed - ONE:
+                break
+            pause(spins)
+            spins += ONE
+        return entry
+
+    return m.device(take)
+
+
+def _make_await(m: Primitives) -> Body:
+    """`await_position(context, mask, position)`: wait until the task at a lower position has completed."""
+    u64 = m.u64
+    load_acquire_gpu, load_u64, pause = m.load_acquire_gpu, m.load_u64, m.pause
+    DEVICE_DONE = u64(field(CONTEXT, "device_done"))
+    ZERO, ONE, EIGHT, SHIFT, TOP_BIT = u64(0), u64(1), u64(8), u64(STATUS_SHIFT), u64(1 << 63)
+
+    def await_position(context: Any, mask: Any, position: Any) -> None:
+        word = load_u64(context + DEVICE_DONE) + (position & mask) * EIGHT
+        target = (position + ONE) << SHIFT
+        spins = ZERO
+        # Acquire: what the task wrote is visible. Pairs with publish. A later lap's word counts as done.
+        while load_acquire_gpu(word) - target >= TOP_BIT:
+            pause(spins)
+            spins += ONE
+
+    return m.device(await_position)
+
+
+def _make_stage(m: Primitives) -> Body:
+    """`stage(context, scratch, mask, position)`: start copying a descriptor from the device ring to scratch."""
+    u64 = m.u64
+    thread_index, block_width = m.thread_index, m.block_width
+    load_u64, copy_async = m.load_u64, m.copy_async
+    DEVICE_RING = u64(field(CONTEXT, "device_ring"))
+    TASKS, TASK_SIZE, CHUNKS = u64(SCRATCH_TASKS), u64(TASK_BYTES), u64(TASK_BYTES // 16)
+    ONE, SIXTEEN = u64(1), u64(16)
+
+    def stage(context: Any, scratch: Any, mask: Any, position: Any) -> None:
+        chunk = thread_index()
+        if chunk < CHUNKS:
+            source = load_u64(context + DEVICE_RING) + (position & mask) * TASK_SIZE
+            target = scratch + TASKS + (position & ONE) * TASK_SIZE
+            while chunk < CHUNKS:
+                copy_async(target + chunk * SIXTEEN, source + chunk * SIXTEEN)
+                chunk += block_width()
+
+    return m.device(stage)
+
+
+def _make_publish(m: Primitives) -> Body:
+    """`publish(context, scratch, mask, first, last)`: every position of the item has ended, with its status."""
+    u64 = m.u64
+    thread_index, block_width = m.thread_index, m.block_width
+    load_u64, load_u32, store_u32 = m.load_u64, m.load_u32, m.store_u32
+    fence_acq_rel_sys, store_relaxed_gpu, store_relaxed_sys = (
+        m.fence_acq_rel_sys,
+        m.store_relaxed_gpu,
+        m.store_relaxed_sys,
+    )
+    DEVICE_DONE, HOST_DONE = u64(field(CONTEXT, "device_done")), u64(field(CONTEXT, "host_done"))
+    ZERO, ONE, FOUR, EIGHT = u64(0), u64(1), u64(4), u64(8)
+    SHIFT, STATUSES = u64(STATUS_SHIFT), u64(SCRATCH_STATUS)
+
+    def publish(context: Any, scratch: Any, mask: Any, first: Any, last: Any) -> None:
+        index = thread_index()
+        if index <= last - first:
+            device_done = load_u64(context + DEVICE_DONE)
+            host_done = load_u64(context + HOST_DONE)
+            # Release, together with the relaxed stores after it: the outputs, which the block's last
+            # barrier made this thread's too, are visible before the done words. Pairs with the acquires in
+            # await_position and in host/completion.py.
+            fence_acq_rel_sys()
+            while index <= last - first:
+                position = first + index
+                status = load_u32(scratch + STATUSES + index * FOUR)
+                word = ((position + ONE) << SHIFT) | status
+                store_relaxed_sys(host_done + (position & mask) * EIGHT, word)
+                store_relaxed_gpu(device_done + (position & mask) * EIGHT, word)
+                store_u32(scratch + STATUSES + index * FOUR, ZERO)
+                index += block_width()
+
+    return m.device(publish)
+
+
+def _make_finish_tile(m: Primitives) -> Body:
+    """`finish_tile(...)`: count this tile; whoever finishes the last one joins the results and publishes."""
+    u64, barrier, thread_index = m.u64, m.barrier, m.thread_index
+    load_u64, store_u64 = m.load_u64, m.store_u64
+    load_u32, store_u32, shared_max_u32 = m.load_u32, m.store_u32, m.shared_max_u32
+    atomic_add_gpu, atomic_max_gpu, load_relaxed_gpu, store_relaxed_gpu = (
+        m.atomic_add_gpu,
+        m.atomic_max_gpu,
+        m.load_relaxed_gpu,
+        m.store_relaxed_gpu,
+    )
+    dispatch, publish = m.dispatch, _make_publish(m)
+    TILE_COUNTS, TILE_STATUS = u64(field(CONTEXT, "tile_counts")), u64(field(CONTEXT, "tile_status"))
+    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
+    MERGE, STATUSES, ARENA = u64(SCRATCH_MERGE), u64(SCRATCH_STATUS), u64(SCRATCH_ARENA)
+    MERGE_FLAG = u64(Flag.MERGE)
+
+    def finish_tile(
+        context: Any,
+        scratch: Any,
+        mask: Any,
+        position: Any,
+        task: Any,
+        op_id: Any,
+        flags: Any,
+        tiles: Any,
+    ) -> None:
+        count = load_u64(context + TILE_COUNTS) + (position & mask) * EIGHT
+        worst = load_u64(context + TILE_STATUS) + (position & mask) * EIGHT
+        if thread_index() == ZERO:
+            status = load_u32(scratch + STATUSES)
+            if status != ZERO:
+                atomic_max_gpu(worst, status)
+                store_u32(scratch + STATUSES, ZERO)
+            # Acquire and release: the last tile sees the results and statuses of all others.
+            store_u64(scratch + MERGE, u64(atomic_add_gpu(count, ONE) == tiles - ONE))
+        barrier()
+        if load_u64(scratch + MERGE) != ZERO:
+            if flags & MERGE_FLAG != ZERO:
+                status = u64(dispatch(context, op_id, task, tiles, scratch + ARENA))
+                if status != ZERO:
+                    shared_max_u32(scratch + STATUSES, status)
+                barrier()
+            if thread_index() == ZERO:
+                shared_max_u32(scratch + STATUSES, load_relaxed_gpu(worst))
+                store_relaxed_gpu(count, ZERO)
+                store_relaxed_gpu(worst, ZERO)
+                publish(context, scratch, mask, position, position)
+
+    return m.device(finish_tile)

@@ -1,0 +1,1 @@
+"""Where bodies run: `cpu` on threads, `cuda` on a GPU. `base` says what both give to a body."""

@@ -1,0 +1,86 @@
+"""The seam between bodies and machines.
+
+A body (pump, worker, operator) is a plain Python function made by a factory that receives `Primitives` and
+binds those it needs to local names, because Numba types closure variables but not attributes of objects:
+
+    def make_worker(m: Primitives) -> Body:
+        load_acquire_gpu, barrier = m.load_acquire_gpu, m.barrier
+        def worker(context, ...): ...
+        return worker
+
+Addresses, positions and counters are `u64`; every constant beside them is wrapped in `m.u64`, because
+mixed arithmetic promotes to signed or float in Numba. A machine compiles the body for its target, and
+tests run the same body in plain Python, one memory operation a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Body = Callable[..., Any]
+Primitive = Callable[..., Any]
+
+
+class Primitives(Protocol):
+    """What a body may call. `gpu` scope is among the blocks of one executor, `sys` includes the host.
+
+    Shared-memory words (`load_u64` and friends on scratch addresses) are plain accesses: `barrier` orders them.
+    """
+
+    u64: Any
+    """Constructor of unsigned 64-bit values."""
+    f32: Any
+    device: Callable[[Body], Body]
+    """Decorator for helpers that bodies call; inlined on CUDA."""
+
+    # Who am I
+    thread_index: Primitive  # () -> u64, within the block
+    block_width: Primitive  # () -> u64, threads of the block; 1 on the CPU
+
+    # Ordering
+    barrier: Primitive  # () all threads of the block arrive before any leaves; orders their memory accesses
+    fence_acq_rel_gpu: Primitive  # () a relaxed store after it is a release, scope gpu
+    fence_acq_rel_sys: Primitive  # () the same, scope sys
+    fence_sc_sys: Primitive  # () sequentially consistent: a store before it, a load after it (Dekker)
+
+    # Shared words in global memory, 8 bytes, aligned
+    load_relaxed_gpu: Primitive  # (address) -> u64
+    load_acquire_gpu: Primitive
+    load_relaxed_sys: Primitive
+    load_acquire_sys: Primitive
+    store_relaxed_gpu: Primitive  # (address, value)
+    store_release_gpu: Primitive
+    store_relaxed_sys: Primitive
+    store_release_sys: Primitive
+    load_pair_relaxed_sys: Primitive  # (address, 16-byte aligned) -> (u64, u64)
+    store_pair: Primitive  # (address, u64, u64) plain, 16-byte aligned
+    atomic_add_gpu: Primitive  # (address, u64) -> old value; acquire and release
+    atomic_max_gpu: Primitive  # (address, u64) -> old value; relaxed
+
+    # The host's own words, CPU machine only: no read-modify-write ever crosses the bus
+    compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
+
+    # Scratch
+    load_u64: Primitive  # (address) -> u64, plain
+    store_u64: Primitive
+    load_u32: Primitive  # (address) -> u64, zero-extended
+    store_u32: Primitive  # (address, u64), truncated
+    shared_min_u32: Primitive  # (address, u64) atomic among the block's threads
+    shared_max_u32: Primitive
+    copy_async: Primitive  # (scratch address, global address) 16 bytes, complete after copy_wait + barrier
+    copy_wait: Primitive  # () this thread's copy_async are complete
+
+    # Elements
+    load_f32: Primitive  # (address) -> f32
+    store_f32: Primitive  # (address, f32)
+    load_f32x4: Primitive  # (address, 16-byte aligned) -> 4 f32
+    store_f32x4: Primitive  # (address, f32, f32, f32, f32)
+    load_scratch_f32: Primitive  # (scratch address) -> f32, a scalar parameter
+
+    divide: Primitive  # (u64, u64 not 0) -> u64, rounded down
+
+    # Time and the outside
+    now_ns: Primitive  # () -> u64, monotonic
+    pause: Primitive  # (u64 spins so far): be polite while polling
+    dispatch: Primitive  # (context, op_id, task address, tile, arena address), all u64 -> i32 status

@@ -1,0 +1,276 @@
+"""The CPU machine's primitives: LLVM atomics through Numba intrinsics, one thread a block.
+
+Every `gpu` and `sys` pair is the same instruction here, since all threads share one coherent memory.
+x86 and Arm give each named ordering at least the strength that the CUDA machine's has.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from ..descriptor import Status
+from ..protocol import CONTEXT, field
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+u64 = np.uint64
+f32 = np.float32
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+def _pointer(builder: Any, address: Any, to: ir.Type) -> Any:
+    return builder.inttoptr(address, ir.PointerType(to))
+
+
+def _atomic_load(ordering: str) -> Any:
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.load_atomic(_pointer(builder, args[0], _I64), ordering=ordering, align=8)
+
+        return types.uint64(types.uint64), codegen
+
+    return load
+
+
+def _atomic_store(ordering: str) -> Any:
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            builder.store_atomic(args[1], _pointer(builder, args[0], _I64), ordering=ordering, align=8)
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, types.uint64), codegen
+
+    return store
+
+
+def _read_modify_write(operation: str, ordering: str, bits: int = 64) -> Any:
+    integer = ir.IntType(bits)
+
+    @intrinsic
+    def modify(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            operand = args[1] if bits == 64 else builder.trunc(args[1], integer)
+            old = builder.atomic_rmw(operation, _pointer(builder, args[0], integer), operand, ordering)
+            return old if bits == 64 else builder.zext(old, _I64)
+
+        return types.uint64(types.uint64, types.uint64), codegen
+
+    return modify
+
+
+load_relaxed_gpu = load_relaxed_sys = _atomic_load("monotonic")
+load_acquire_gpu = load_acquire_sys = _atomic_load("acquire")
+store_relaxed_gpu = store_relaxed_sys = _atomic_store("monotonic")
+store_release_gpu = store_release_sys = _atomic_store("release")
+atomic_add_gpu = _read_modify_write("add", "acq_rel")
+atomic_max_gpu = _read_modify_write("umax", "monotonic")
+shared_min_u32 = _read_modify_write("umin", "monotonic", 32)
+shared_max_u32 = _read_modify_write("umax", "monotonic", 32)
+
+
+@intrinsic
+def compare_and_swap(typingctx, address, expected, desired):
+    """(address, expected, desired) -> 1 where the swap happened. Host memory only, never across a bus."""
+
+    def codegen(context, builder, signature, args):
+        pair = builder.cmpxchg(_pointer(builder, args[0], _I64), args[1], args[2], "acq_rel", "acquire")
+        return builder.zext(builder.extract_value(pair, 1), _I64)
+
+    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+
+
+def _fence(ordering: str) -> Any:
+    @intrinsic
+    def fence(typingctx):
+        def codegen(context, builder, signature, args):
+            builder.fence(ordering)
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return fence
+
+
+fence_acq_rel_gpu = fence_acq_rel_sys = _fence("acq_rel")
+fence_sc_sys = _fence("seq_cst")
+
+
+def _plain_load(integer: ir.Type, result: Any) -> Any:
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            value = builder.load(_pointer(builder, args[0], integer))
+            return builder.zext(value, _I64) if integer == _I32 else value
+
+        return result(types.uint64), codegen
+
+    return load
+
+
+def _plain_store(integer: ir.Type, argument: Any) -> Any:
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            stored = builder.trunc(args[1], _I32) if integer == _I32 else args[1]
+            builder.store(stored, _pointer(builder, args[0], integer))
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, argument), codegen
+
+    return store
+
+
+@intrinsic
+def divide(typingctx, dividend, divisor):
+    """Unsigned division without Python's check for zero; the divisor is an extent, never 0."""
+
+    def codegen(context, builder, signature, args):
+        return builder.udiv(*args)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+load_u64 = _plain_load(_I64, types.uint64)
+load_u32 = _plain_load(_I32, types.uint64)
+load_f32 = load_scratch_f32 = _plain_load(ir.FloatType(), types.float32)
+store_u64 = _plain_store(_I64, types.uint64)
+store_u32 = _plain_store(_I32, types.uint64)
+store_f32 = _plain_store(ir.FloatType(), types.float32)
+
+
+def device(body: Any) -> Any:
+    """Compile a helper that bodies call."""
+    return njit(nogil=True, error_model="numpy")(body)
+
+
+@njit(nogil=True, inline="always")
+def load_pair_relaxed_sys(address):
+    return load_relaxed_sys(address), load_relaxed_sys(address + u64(8))
+
+
+@njit(nogil=True, inline="always")
+def store_pair(address, low, high):
+    store_u64(address, low)
+    store_u64(address + u64(8), high)
+
+
+@njit(nogil=True, inline="always")
+def copy_async(destination, source):
+    store_u64(destination, load_u64(source))
+    store_u64(destination + u64(8), load_u64(source + u64(8)))
+
+
+@njit(nogil=True, inline="always")
+def copy_wait():
+    pass
+
+
+_VECTOR = ir.VectorType(ir.FloatType(), 4)
+
+
+@intrinsic
+def load_f32x4(typingctx, address):
+    result = types.UniTuple(types.float32, 4)
+
+    def codegen(context, builder, signature, args):
+        vector = builder.load(_pointer(builder, args[0], _VECTOR), align=16)
+        lanes = [builder.extract_element(vector, _I32(lane)) for lane in range(4)]
+        return context.make_tuple(builder, result, lanes)
+
+    return result(types.uint64), codegen
+
+
+@intrinsic
+def store_f32x4(typingctx, address, x, y, z, w):
+    def codegen(context, builder, signature, args):
+        vector = ir.Constant(_VECTOR, ir.Undefined)
+        for lane in range(4):
+            vector = builder.insert_element(vector, args[1 + lane], _I32(lane))
+        builder.store(vector, _pointer(builder, args[0], _VECTOR), align=16)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, *[types.float32] * 4), codegen
+
+
+@njit(nogil=True, inline="always")
+def thread_index():
+    return u64(0)
+
+
+@njit(nogil=True, inline="always")
+def block_width():
+    return u64(1)
+
+
+@njit(nogil=True, inline="always")
+def barrier():
+    pass
+
+
+# --- time, politeness ---
+
+_CLOCK = time.CLOCK_MONOTONIC
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+@intrinsic
+def now_ns(typingctx):
+    """CLOCK_MONOTONIC, which a set system clock does not move."""
+
+    def codegen(context, builder, signature, args):
+        timespec = builder.alloca(ir.ArrayType(_I64, 2))
+        get = builder.module.globals.get("clock_gettime")
+        if get is None:
+            get = ir.Function(builder.module, ir.FunctionType(_I32, [_I32, _I64]), "clock_gettime")
+        builder.call(get, [_I32(_CLOCK), builder.ptrtoint(timespec, _I64)])
+        seconds, nanoseconds = (
+            builder.load(builder.gep(timespec, [_I32(0), _I32(word)])) for word in (0, 1)
+        )
+        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), nanoseconds)
+
+    return types.uint64(), codegen
+
+
+@njit(nogil=True)
+def pause(spins):
+    """Spin briefly, then give the core away, then sleep: 2 cores may have 3 threads to run."""
+    if spins > u64(2000):
+        _usleep(np.uint32(50))
+    elif spins > u64(40):
+        _sched_yield()
+
+
+# --- the switch: a table of function addresses ---
+
+_UNKNOWN = np.int32(Status.UNKNOWN_OPERATOR)
+_TABLE = u64(field(CONTEXT, "table"))
+_TABLE_LENGTH = u64(field(CONTEXT, "table_length"))
+
+
+@intrinsic
+def _call_operator(typingctx, function, context, task, tile, arena):
+    def codegen(_, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64] * 4)
+        return builder.call(_pointer(builder, args[0], kind), args[1:])
+
+    return types.int32(*[types.uint64] * 5), codegen
+
+
+@njit(nogil=True)
+def dispatch(context, op_id, task, tile, arena):
+    if op_id >= load_u64(context + _TABLE_LENGTH):
+        return _UNKNOWN
+    function = load_u64(load_u64(context + _TABLE) + op_id * u64(8))
+    if function == u64(0):
+        return _UNKNOWN
+    return _call_operator(function, context, task, tile, arena)
