@@ -1,0 +1,69 @@
+"""gpuos_numba: micro-operations on a GPU without launches.
+
+The way of the data, and the order in which to read the code:
+
+    arrays -> task (descriptor) -> host ring (host.ring) -> pump (device.pump) -> queue
+           -> worker (device.worker) -> switch (device.switch) -> operator (device.operators)
+           -> done words -> Ticket (host.completion)
+
+    import numpy as np
+    import gpuos_numba as gpuos
+
+    a, b = np.ones(1024, np.float32), np.ones(1024, np.float32)
+    with gpuos.Runtime(machine="cpu") as rt:
+        c = rt.add(a, b).result()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .config import Config
+from .descriptor import DType, Status
+from .device.operators import TABLE, Operator
+from .errors import (
+    ArgumentError,
+    ClosedError,
+    DeviceError,
+    DTypeError,
+    GpuosError,
+    HangError,
+    MachineError,
+    QueueFull,
+    TaskError,
+    UnknownOperatorError,
+    WaitTimeout,
+)
+from .host.completion import Ticket
+from .runtime import Batch, Runtime, Stats
+
+__version__ = "0.1.0"
+
+
+def operators() -> Mapping[str, Operator]:
+    """The operator table by name."""
+    return TABLE
+
+
+__all__ = [
+    "ArgumentError",
+    "Batch",
+    "ClosedError",
+    "Config",
+    "DType",
+    "DTypeError",
+    "DeviceError",
+    "GpuosError",
+    "HangError",
+    "MachineError",
+    "Operator",
+    "QueueFull",
+    "Runtime",
+    "Stats",
+    "Status",
+    "TaskError",
+    "Ticket",
+    "UnknownOperatorError",
+    "WaitTimeout",
+    "operators",
+]

@@ -170,7 +170,7 @@ def make_status_of(m: Any) -> Body:
     """
     u64 = m.u64
     load_u64, load_acquire_sys, store_release_sys = m.load_u64, m.load_acquire_sys, m.store_release_sys
-    load_relaxed_sys, compare_and_swap, pause = m.compare_and_swap, m.pause
+    load_relaxed_sys, compare_and_swap, pause = m.load_relaxed_sys, m.compare_and_swap, m.pause
     WORDS, MASK = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "mask"))
     DONE_AT, LOG = u64(field(HOST_CONTEXT, "done")), u64(field(HOST_CONTEXT, "failures"))
     RETIRED, LOCK = u64(field(HOST_WORDS, "retired")), u64(field(HOST_WORDS, "retire_lock"))

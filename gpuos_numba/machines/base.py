@@ -16,7 +16,12 @@ tests run the same body in plain Python, one memory operation a step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .areas import HostArrays
 
 Body = Callable[..., Any]
 Primitive = Callable[..., Any]
@@ -84,3 +89,34 @@ class Primitives(Protocol):
     now_ns: Primitive  # () -> u64, monotonic
     pause: Primitive  # (u64 spins so far): be polite while polling
     dispatch: Primitive  # (context, op_id, task address, tile, arena address), all u64 -> i32 status
+
+
+class Machine(Protocol):
+    """What a Runtime asks of the place where its executor runs."""
+
+    name: str
+    """ "cpu" or "cuda"."""
+    device_name: str
+    max_workers: int
+    quiet_workers: int
+    idle_floor_s: float
+    """Parking sooner than this costs more than it saves."""
+    arrays: HostArrays
+
+    def launch(self, workers: int) -> None:
+        """Queue a launch behind those before it. Returns at once unless the driver is busy freeing memory."""
+
+    def wait_exited(self, timeout_s: float) -> bool:
+        """Whether every launch has left, waiting at most so long."""
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """A copy of a device array's bytes, also while the executor runs. For dumps."""
+
+    def view(self, array: Any, name: str) -> Any:
+        """`host.arrays.ArrayView` of an operand, or the error that says why it cannot be one."""
+
+    def settle(self, owners: list[Any], streams: list[int]) -> None:
+        """Wait until work already queued on the operands' streams is done."""
+
+    def close(self) -> None:
+        """Free everything. Every launch must have left."""

@@ -1,0 +1,123 @@
+"""Tickets: what a submission gives back, and how its end is seen.
+
+A Ticket holds the outputs; the Runtime holds every array of a task until the task is retired, so dropping a
+ticket or an input early is safe.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..descriptor import MASK_64, Status
+from ..errors import TaskError
+from .ring import PENDING_STATUS
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+REMEDIES = {
+    Status.UNKNOWN_OPERATOR: "no operator has this op_id in the running generation; submit it by name",
+    Status.BAD_DESCRIPTOR: "the descriptor asks for more tiles than the ring has slots; submit through the API",
+    Status.INDEX_OUT_OF_RANGE: "an index lies outside its tensor, nothing outside was touched; check indices",
+    Status.DIVISION_BY_ZERO: "an integer was divided by zero; mask the divisor",
+    Status.FORGOTTEN: "it ended too many failures ago; look at results sooner",
+}
+
+
+def explain(operator: str, position: int, status: int) -> TaskError:
+    """The exception for a status that is not OK."""
+    known = Status(status) if status in Status._value2member_map_ else None
+    name = known.name if known is not None else f"status {status}"
+    remedy = REMEDIES.get(known, "the operator defines this status") if known is not None else "see the operator"
+    return TaskError(
+        f"{operator} at position {position} ended with {name}: {remedy}",
+        operator=operator,
+        position=position,
+        status=status,
+    )
+
+
+class Ticket:
+    """One submission: a task, or a batch of them.
+
+    Attributes:
+        operator: name of the operator, for messages.
+    """
+
+    __slots__ = ("_out", "_ranges", "_runtime", "_status", "operator")
+
+    def __init__(self, runtime: Runtime, operator: str, ranges: list[tuple[int, int]], out: Any) -> None:
+        self._runtime = runtime
+        self._ranges = ranges
+        self._out = out
+        self._status: Status | int | None = None
+        self.operator = operator
+
+    @property
+    def position(self) -> int:
+        """Position of the last task."""
+        first, count = self._ranges[-1]
+        return (first + count - 1) & MASK_64
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first position, count) of the consecutive parts."""
+        return tuple(self._ranges)
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self._ranges)
+
+    @property
+    def done(self) -> bool:
+        """Whether all tasks have ended. Never blocks."""
+        return self.status is not None
+
+    @property
+    def status(self) -> Status | int | None:
+        """None while a task is pending, then the worst status among the tasks. Never blocks."""
+        if self._status is None:
+            worst = 0
+            status_of, address = self._runtime._host.status_of, self._runtime._address
+            for first, count in self._ranges:
+                for index in range(count):
+                    status = status_of(address, (first + index) & MASK_64)
+                    if status == PENDING_STATUS:
+                        return None
+                    worst = max(worst, status)
+            self._status = Status(worst) if worst in Status._value2member_map_ else worst
+        return self._status
+
+    def wait(self, timeout_s: float | None = None) -> Ticket:
+        """Block until all tasks have ended, whatever their status.
+
+        Raises:
+            WaitTimeout: `timeout_s` has passed; the tasks stay queued.
+            HangError: no task at all completed within `Config.deadline_s`.
+            ClosedError: the Runtime was closed before they ran.
+        """
+        if self._status is None:
+            self._runtime._wait(self._ranges, timeout_s)
+        return self
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait, then the output (a list of outputs for a batch).
+
+        Raises:
+            TaskError: a task ended with another status than OK; it names operator and position.
+        """
+        self.wait(timeout_s)
+        if self.status != Status.OK:
+            status_of, address = self._runtime._host.status_of, self._runtime._address
+            for first, count in self._ranges:
+                for index in range(count):
+                    position = (first + index) & MASK_64
+                    status = status_of(address, position)
+                    if status not in (0, PENDING_STATUS):
+                        raise explain(self.operator, position, status)
+        return self._out
+
+    def __repr__(self) -> str:
+        state = "pending" if self.status is None else getattr(self.status, "name", str(self.status))
+        return f"<Ticket {self.operator} x{len(self)} at {self.position}: {state}>"
+
+

@@ -1,0 +1,126 @@
+"""The lease: who launches the executor, when, and how wide.
+
+A launch parks by itself (device/pump.py, decide). A producer or a waiter that finds nobody serving calls
+`ensure_served`; the keeper thread does the same for tasks that nobody waits for, queues a spare launch
+before the running lease ends, and keeps the heartbeat. It sleeps while the executor is parked.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..config import Config
+from ..descriptor import MASK_64
+from ..machines.base import Machine
+
+TICK_S = 0.005
+"""The keeper's period where no lease asks for a shorter one. The pump gives a silent host 2 s."""
+
+
+class Keeper:
+    """Launches of one executor."""
+
+    def __init__(self, machine: Machine, config: Config, host: Any, tidy: Callable[[], None]) -> None:
+        self._machine, self._host = machine, host
+        self._control, self._state = machine.arrays.control, machine.arrays.state
+        self._words, self._address = machine.arrays.words, machine.arrays.address
+        self._lock = threading.Lock()  # launches; never held by who waits for tasks
+        self._awake, self._closing = threading.Event(), threading.Event()
+        self._holds = 0  # parks in force: nothing is launched
+        self._leased = config.lease_s is not None
+        self._tick_s = min(TICK_S, config.lease_s / 4) if config.lease_s is not None else TICK_S
+        self._control["lease_ns"] = int((config.lease_s or 0) * 1e9)
+        idle_s = 0.0 if config.idle_s is None else max(config.idle_s, machine.idle_floor_s)
+        self._control["idle_ns"] = int(idle_s * 1e9)
+        self.error: BaseException | None = None
+        """Why the last launch failed, if it did."""
+        # The thread must not keep a forgotten Runtime alive: it holds the keeper and a weak `tidy`.
+        self._tidy = weakref.WeakMethod(tidy) if hasattr(tidy, "__self__") else (lambda: tidy)
+        self._thread = threading.Thread(target=self._keep, name="gpuos-keeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def launches(self) -> int:
+        return int(self._words["enqueued"][0])
+
+    @property
+    def parked(self) -> bool:
+        """Nobody serves, and no launch is on its way."""
+        return int(self._state["parked"][0]) == self.launches
+
+    def _unserved(self) -> bool:
+        return int(self._words["claimed"][0]) != int(self._state["ingested"][0])
+
+    def ensure_served(self) -> None:
+        """Launch if nobody serves. Raises MachineError where the launch fails."""
+        if not self.parked:
+            return
+        with self._lock:
+            if self._holds == 0 and not self._closing.is_set() and self.parked:
+                self._launch()
+
+    def _launch(self) -> None:
+        backlog = (int(self._words["claimed"][0]) - int(self._state["ingested"][0])) & MASK_64
+        quiet, most = self._machine.quiet_workers, self._machine.max_workers
+        narrow = quiet < most and backlog <= 2 * quiet
+        # A narrow launch parks early when work piles up; whoever notices launches again, wide.
+        self._control["widen_at"] = 4 * quiet if narrow else 0
+        self._words["enqueued"] += 1
+        try:
+            self._machine.launch(quiet if narrow else most)
+        except BaseException as error:
+            self._words["enqueued"] -= 1
+            self.error = error
+            raise
+        self._awake.set()
+
+    def park(self) -> None:
+        """Ask every launch to leave and launch no more until `unpark`. Returns at once."""
+        with self._lock:
+            self._holds += 1
+            self._control["park_request"] = self.launches
+
+    def unpark(self) -> None:
+        with self._lock:
+            self._holds -= 1
+        if self._unserved():
+            self.ensure_served()
+
+    def stop(self) -> None:
+        """End the keeper thread and launch no more."""
+        with self._lock:
+            self._closing.set()
+            self._control["park_request"] = self.launches
+        self._awake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+
+    def _keep(self) -> None:
+        claimed = -1
+        while True:
+            self._awake.wait()
+            if self._closing.wait(self._tick_s):
+                return
+            self._control["heartbeat"] += 1
+            tidy = self._tidy()
+            if tidy is not None:
+                tidy()
+            del tidy
+            before, claimed = claimed, int(self._words["claimed"][0])
+            try:
+                if self.parked:
+                    if self._unserved():
+                        self.ensure_served()
+                    else:
+                        self._awake.clear()
+                        if not self.parked or self._unserved():
+                            self._awake.set()
+                elif self._leased and claimed != before and self._state["begun"][0] == self.launches:
+                    with self._lock:
+                        if self._holds == 0 and not self._closing.is_set():
+                            self._launch()  # the spare: begins when the lease that runs is over
+            except Exception as error:
+                self.error = error

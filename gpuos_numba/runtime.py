@@ -1,0 +1,730 @@
+"""The Runtime: arrays and an operator's name arrive, a Ticket leaves.
+
+Everything is checked here, before anything is enqueued: what reaches the ring can run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from .config import Config
+from .descriptor import LAYOUT, MASK_64, SCALAR_BYTES, TASK, TASK_BYTES, DType, Flag, Status
+from .device.operators import TABLE, Operator
+from .errors import (
+    ArgumentError,
+    ClosedError,
+    DTypeError,
+    HangError,
+    MachineError,
+    QueueFull,
+    UnknownOperatorError,
+    WaitTimeout,
+)
+from .host import ring
+from .host.arrays import (
+    DTYPE_NAMES,
+    ITEMSIZE,
+    ArrayView,
+    broadcast_shape,
+    empty_like_on,
+    validate_output,
+)
+from .host.completion import Ticket, explain
+from .host.layouts import LayoutTable, aligned_strides, collapse
+from .host.lease import Keeper
+from .machines.base import Machine
+from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
+
+_TASK = struct.Struct("<IIIIQQQQQQqQQ6HI24s")
+assert _TASK.size == TASK_BYTES
+_NO_SCALARS = bytes(SCALAR_BYTES)
+_SLICE_NS: Final = 10_000_000
+"""Compiled waits come back to Python this often, so that Ctrl-C is seen."""
+_RANGES: Final = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of a Runtime.
+
+    Attributes:
+        submitted, completed, failed: tasks since the start.
+        queue_depth: tasks claimed and not yet completed.
+        ingested: tasks that the pump has taken.
+        parked: nobody serves and no launch is on its way.
+        park_reason: why the last launch that parked did.
+        launches, relaunches: all launches; those after the first.
+        workers: worker blocks of the launch that runs or ran last.
+        generation: number of the operator set.
+    """
+
+    submitted: int
+    completed: int
+    failed: int
+    queue_depth: int
+    ingested: int
+    parked: bool
+    park_reason: str
+    launches: int
+    relaunches: int
+    workers: int
+    generation: int
+
+
+class Batch:
+    """Tasks that were checked once and can be submitted again and again.
+
+    Attributes:
+        tasks: the descriptors, `descriptor.TASK` records.
+        operator: name for messages.
+        outputs: the output of each task.
+    """
+
+    def __init__(
+        self, tasks: np.ndarray[Any, Any], operator: str, outputs: list[Any], owners: list[Any], walks: list[Any]
+    ) -> None:
+        self.tasks = tasks
+        self.operator = operator
+        self.outputs = outputs
+        self._owners = owners  # the arrays of each task
+        self._walks = walks  # of each task: None, or [(dtype, shape, strides), ...] in layout order
+        self._epoch = -1
+        self._streams: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, which: slice) -> Batch:
+        if not isinstance(which, slice):
+            raise ArgumentError(f"batch[{which!r}]: take a slice, such as batch[{which!r}:{which!r}+1]")
+        return Batch(
+            self.tasks[which].copy(), self.operator, self.outputs[which], self._owners[which], self._walks[which]
+        )
+
+    @staticmethod
+    def concatenate(batches: Sequence[Batch]) -> Batch:
+        """One batch of all tasks, in order."""
+        if not batches:
+            raise ArgumentError("Batch.concatenate([]): give at least one batch")
+        names = {batch.operator for batch in batches}
+        return Batch(
+            np.concatenate([batch.tasks for batch in batches]),
+            names.pop() if len(names) == 1 else "batch",
+            [output for batch in batches for output in batch.outputs],
+            [owner for batch in batches for owner in batch._owners],
+            [walk for batch in batches for walk in batch._walks],
+        )
+
+
+class _PerThread(threading.local):
+    """Memory that compiled calls read tasks from and write ranges to."""
+
+    def __init__(self) -> None:
+        self.task = np.zeros(1, TASK)
+        self.ranges = np.zeros((_RANGES, 2), np.uint64)
+        self.task_address = int(self.task.ctypes.data)
+        self.ranges_address = int(self.ranges.ctypes.data)
+        self.buffer = memoryview(self.task.view(np.uint8))
+
+
+_OPEN: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for runtime in list(_OPEN):
+        runtime.close()
+
+
+atexit.register(_close_all)
+
+
+def _make_machine(machine: str, device: int, config: Config) -> Machine:
+    if machine not in ("auto", "cpu", "cuda"):
+        raise ArgumentError(f'machine={machine!r}: choose "auto", "cpu" or "cuda"')
+    if machine != "cpu":
+        from .machines import cuda
+
+        if machine == "cuda" or cuda.available():
+            return cuda.CudaMachine(config, device)
+    from .machines.cpu import CpuMachine
+
+    return CpuMachine(config)
+
+
+class Runtime:
+    """An executor and the ring that feeds it.
+
+    Args:
+        machine: "cuda", "cpu" (threads), or "auto": cuda where there is a GPU.
+        device: which GPU.
+        config: settings; single fields may be given as keywords instead.
+
+    Tasks are unordered unless `after=` or a linked batch says so.
+
+    Raises:
+        ArgumentError: a setting makes no sense.
+        MachineError: the machine cannot run here.
+    """
+
+    def __init__(
+        self, machine: str = "auto", device: int = 0, config: Config | None = None, **settings: Any
+    ) -> None:
+        known = {field.name for field in dataclasses.fields(Config)}
+        for name in settings:
+            if name not in known:
+                raise ArgumentError(f"{name}={settings[name]!r}: no such setting; known are {sorted(known)}")
+        self.config = dataclasses.replace(config or Config(), **settings)
+        self._pid = os.getpid()
+        self._closed = False
+        self._host = ring.compiled()
+        self._machine = _make_machine(machine, device, self.config)
+        self.machine = self._machine.name
+        self.device_name = self._machine.device_name
+        arrays = self._machine.arrays
+        self._address = arrays.address
+        self._words, self._state = arrays.words, arrays.state
+        self._control, self._failures = arrays.control, arrays.failures
+        self._start = self.config.start_position
+        self._layouts = LayoutTable(arrays.layouts.view(LAYOUT), self._publish_layouts, self._drain)
+        self._local = _PerThread()
+        self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
+        self._reported = 0  # failures that synchronize has raised for
+        self._settle = self.machine == "cuda" and self.config.input_order == "stream"
+        self._keeper = Keeper(self._machine, self.config, self._host, self._tidy)
+        # A forgotten Runtime: its executor must leave before its memory goes.
+        self._finalizer = weakref.finalize(self, _shut_down, self._machine, self._keeper, self._pid)
+        self._finalizer.atexit = False
+        _OPEN.add(self)
+
+    # --- what a user calls ---
+
+    def submit(
+        self,
+        op: str,
+        inputs: Sequence[Any] = (),
+        out: Any = None,
+        *,
+        after: Ticket | Sequence[Ticket] | None = None,
+        timeout_s: float | None = None,
+        **scalars: float,
+    ) -> Ticket:
+        """Enqueue one task.
+
+        Args:
+            op: name of an operator, see `gpuos_numba.operators()`.
+            inputs: arrays, broadcast against each other by NumPy's rules.
+            out: array of the broadcast shape to write; None allocates one like the first input.
+            after: at most two tickets of this Runtime that must complete before.
+            timeout_s: how long to wait for room in a full ring; None takes `Config.submit_timeout_s`.
+            scalars: the operator's parameters.
+
+        Raises:
+            UnknownOperatorError, ArgumentError, DTypeError, DeviceError: before anything is enqueued.
+            QueueFull: the ring stayed full.
+            ClosedError: the Runtime is closed or belongs to another process.
+        """
+        ticket = self._submit_one(op, inputs, out, after, timeout_s, scalars)
+        assert ticket is not None
+        return ticket
+
+    def try_submit(
+        self,
+        op: str,
+        inputs: Sequence[Any] = (),
+        out: Any = None,
+        *,
+        after: Ticket | Sequence[Ticket] | None = None,
+        **scalars: float,
+    ) -> Ticket | None:
+        """Like `submit`, but None at once where the ring is full."""
+        try:
+            return self._submit_one(op, inputs, out, after, 0.0, scalars)
+        except QueueFull:
+            return None
+
+    def batch(self, op: str, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: float) -> Batch:
+        """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing."""
+        self._check_open()
+        operator = self._operator(op)
+        records, outputs, owners, walks, streams = [], [], [], [], set()
+        for inputs, out in calls:
+            views, output, head, strided = self._check(operator, inputs, out, scalars)
+            records.append(_TASK.pack(*head))
+            outputs.append(output)
+            owners.append(tuple(view.owner for view in views))
+            walks.append(strided)
+            streams.update(view.stream for view in views if view.stream is not None)
+        tasks = np.frombuffer(b"".join(records), TASK).copy()
+        batch = Batch(tasks, op, outputs, owners, walks)
+        batch._streams = list(streams)
+        return batch
+
+    def submit_batch(
+        self,
+        batch: Batch,
+        *,
+        linked: bool = False,
+        after: Ticket | Sequence[Ticket] | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Enqueue all tasks of a batch. linked=True makes them a chain: each runs after the one before, and
+        small neighbours run in one block.
+
+        Raises:
+            QueueFull: the ring stayed full; the message says how many tasks were enqueued before.
+        """
+        self._check_open()
+        if len(batch) == 0:
+            raise ArgumentError("an empty batch: give it at least one call")
+        if self._settle:
+            self._machine.settle([owner for owners in batch._owners[:1] for owner in owners], batch._streams)
+        out = batch.outputs
+        if not any(walk is not None for walk in batch._walks):
+            return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
+        distinct = {walk for walks in batch._walks if walks is not None for walk in walks}
+        with self._layouts.using(len(distinct)):
+            if batch._epoch != self._layouts.epoch:
+                for task, walks in zip(batch.tasks, batch._walks, strict=True):
+                    if walks is not None:
+                        self._intern(task["layouts"], walks)
+                batch._epoch = self._layouts.epoch
+            return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
+
+    def round_trip_ns(self, batch: Batch, repeats: int) -> np.ndarray[Any, Any]:
+        """Nanoseconds from submit to completion seen by the host, of a batch of one task, `repeats` times.
+
+        Measured in compiled code. The executor is launched first and kept busy.
+        """
+        self._check_open()
+        if len(batch) != 1:
+            raise ArgumentError(f"a batch of {len(batch)}: round trips are measured with one task")
+        times = np.zeros(repeats, np.uint64)
+        taken, tries = 0, 0
+        while taken < repeats:
+            self.submit_batch(batch).wait()
+            taken += int(
+                self._host.round_trips(
+                    self._address,
+                    int(batch.tasks.ctypes.data),
+                    repeats - taken,
+                    int(times.ctypes.data) + 8 * taken,
+                    self._local.ranges_address,
+                    time.monotonic_ns() + 1_000_000_000,
+                )
+            )
+            tries += 1
+            if tries > 100 + repeats:
+                raise HangError(self._dump("round trips are interrupted again and again"))
+        return times
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait for every task submitted so far.
+
+        Raises:
+            TaskError: the first task that failed since the last call.
+            WaitTimeout, HangError: as in `Ticket.wait`.
+        """
+        self._check_open()
+        claimed, retired = int(self._words["claimed"][0]), int(self._words["retired"][0])
+        count = (claimed - retired) & MASK_64
+        if count:
+            self._wait([(retired, count)], timeout_s)
+        self._tidy()
+        logged = int(self._words["failures"][0])
+        if logged > self._reported:
+            number = max(self._reported, logged - FAILURE_SLOTS)
+            self._reported = logged
+            failure = self._failures[number % FAILURE_SLOTS]
+            raise explain("a task", int(failure["position"]), int(failure["status"]))
+
+    def park(self, timeout_s: float | None = 10.0) -> None:
+        """Ask the executor to leave and wait until it did. The next submit launches it again."""
+        self._check_open()
+        self._keeper.park()
+        try:
+            if not self._machine.wait_exited(1e9 if timeout_s is None else timeout_s):
+                raise HangError(self._dump(f"the executor did not leave within {timeout_s} s"))
+        finally:
+            self._keeper.unpark()
+
+    def stats(self) -> Stats:
+        """A snapshot; its numbers were read one after another."""
+        self._host.retire(self._address)
+        words, state = self._words, self._state
+        claimed, retired = int(words["claimed"][0]), int(words["retired"][0])
+        failed = int(words["failures"][0])
+        done = (retired - self._start) & MASK_64
+        launches = int(words["enqueued"][0])
+        return Stats(
+            submitted=(claimed - self._start) & MASK_64,
+            completed=done,
+            failed=failed,
+            queue_depth=(claimed - retired) & MASK_64,
+            ingested=(int(state["ingested"][0]) - self._start) & MASK_64,
+            parked=self._keeper.parked,
+            park_reason=ParkReason(int(state["reason"][0])).name.lower(),
+            launches=launches,
+            relaunches=max(0, launches - 1),
+            workers=int(state["workers"][0]),
+            generation=1,
+        )
+
+    def close(self, force: bool = False) -> None:
+        """Finish what was published, end the executor and free its memory. Closing twice is harmless.
+
+        force=True does not wait for queued tasks; memory that a stuck executor may still touch is kept until
+        the process ends.
+        """
+        if self._closed:
+            return
+        if os.getpid() != self._pid:
+            self._closed = True  # the parent's executor is none of ours
+            self._finalizer.detach()
+            return
+        try:
+            if not force and self._words["claimed"][0] != self._words["retired"][0]:
+                deadline = self.config.deadline_s
+                self.synchronize(deadline)
+        except Exception as error:
+            if isinstance(error, HangError | WaitTimeout):
+                force = True
+        finally:
+            self._closed = True
+            _OPEN.discard(self)
+            self._finalizer.detach()
+            _shut_down(self._machine, self._keeper, self._pid, 1.0 if force else 10.0)
+            self._held.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(force=error is not None and not isinstance(error, Exception))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "parked" if self._keeper.parked else "serving"
+        return f"<Runtime {self.machine} ({self.device_name}), {state}>"
+
+    # --- checks ---
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this Runtime is closed: make a new one")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this Runtime belongs to the parent process: make a new one in the child, and start children "
+                'with the "spawn" method if they use CUDA'
+            )
+
+    def _operator(self, name: str) -> Operator:
+        operator = TABLE.get(name)
+        if operator is None:
+            raise UnknownOperatorError(f"operator {name!r} is not in the table: {', '.join(TABLE)}")
+        return operator
+
+    def _check(
+        self, operator: Operator, inputs: Sequence[Any], out: Any, scalars: dict[str, float]
+    ) -> tuple[list[ArrayView], Any, list[Any], Any]:
+        """Views of all arrays, the output, the descriptor's fields, and the walks if any is strided."""
+        if len(inputs) != operator.inputs:
+            raise ArgumentError(
+                f"{operator.name} takes {operator.inputs} input(s), {len(inputs)} given: {operator.formula}"
+            )
+        view = self._machine.view
+        names = [f"inputs[{index}]" for index in range(len(inputs))]
+        sources = [view(array, name) for array, name in zip(inputs, names, strict=True)]
+        packed = self._pack_scalars(operator, scalars)
+        if operator.outputs == 0:
+            if out is not None:
+                raise ArgumentError(f"{operator.name} writes nothing, but out={type(out).__name__} was given")
+            head = [operator.op_id, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, packed]
+            return sources, None, head, None
+        for source, name in zip(sources, names, strict=True):
+            if source.dtype not in operator.dtypes:
+                self._refuse_dtype(operator, source, name)
+        if sources:
+            shape = broadcast_shape(sources, names)
+        elif out is None:
+            raise ArgumentError(f"{operator.name} has no input to take a shape from: pass out=")
+        if out is None:
+            out = empty_like_on(self.machine, inputs[0], shape, operator.dtypes[0])
+            target = view(out, "out")
+        else:
+            target = view(out, "out")
+            if target.dtype not in operator.dtypes:
+                self._refuse_dtype(operator, target, "out")
+            if not sources:
+                shape = target.shape
+            if target.shape != shape:
+                raise ArgumentError(
+                    f"out has shape {target.shape}, {operator.name} of these inputs has shape {shape}: "
+                    f"pass an out of that shape, or none"
+                )
+            validate_output(target, sources, True, "out", names)
+        addresses = [source.address for source in sources] + [0] * (4 - len(sources))
+        count = target.count
+        tiles = 1
+        if operator.tile and count > operator.tile:
+            tiles = min(-(-count // operator.tile), self.config.capacity, 4 * self._machine.max_workers)
+        flags, walks = 0, None
+        if not (target.contiguous and all(s.contiguous and s.shape == shape for s in sources)):
+            strides = [aligned_strides(source, shape) for source in sources] + [target.strides]
+            flat, steps = collapse(shape, strides)
+            if len(flat) > 1 or any(step not in ((), (1,)) for step in steps):
+                flags = int(Flag.STRIDED)
+                walks = tuple((target.dtype, flat, step) for step in steps)
+        head = [operator.op_id, flags, 1, tiles, *addresses, target.address, 0, count, 0, 0]
+        head += [0] * 6 + [0, packed]
+        return [*sources, target], out, head, walks
+
+    def _refuse_dtype(self, operator: Operator, view: ArrayView, name: str) -> None:
+        wanted = " or ".join(DTYPE_NAMES[dtype] for dtype in operator.dtypes)
+        raise DTypeError(
+            f"{name} has dtype {DTYPE_NAMES[view.dtype]}, {operator.name} takes {wanted}: convert it first"
+        )
+
+    def _pack_scalars(self, operator: Operator, scalars: dict[str, float]) -> bytes:
+        if not scalars and not operator.scalars:
+            return _NO_SCALARS
+        unknown, missing = set(scalars) - set(operator.scalars), set(operator.scalars) - set(scalars)
+        if unknown or missing:
+            raise ArgumentError(
+                f"{operator.name} takes the scalars {list(operator.scalars)}: "
+                f"{'unknown ' + repr(sorted(unknown)) if unknown else 'missing ' + repr(sorted(missing))}"
+            )
+        try:
+            values = [np.float32(scalars[name]) for name in operator.scalars]
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{operator.name}: {scalars!r} are not numbers") from error
+        return struct.pack(f"<{len(values)}f", *values).ljust(SCALAR_BYTES, b"\0")
+
+    def _afters(self, after: Ticket | Sequence[Ticket] | None) -> tuple[int, int, int]:
+        if after is None:
+            return 0, 0, 0
+        tickets = (after,) if isinstance(after, Ticket) else tuple(after)
+        positions = []
+        for ticket in tickets:
+            if not isinstance(ticket, Ticket) or ticket._runtime is not self:
+                raise ArgumentError(f"after={ticket!r}: give tickets of this Runtime")
+            if len(ticket) > 1:
+                # The last task of an unlinked batch may be done before others: wait for those here.
+                if ticket.done:
+                    continue
+                if not getattr(ticket, "_linked", False):
+                    ticket.wait()
+                    continue
+            positions.append(ticket.position)
+        if len(positions) > 2:
+            raise ArgumentError(f"{len(positions)} tickets in after=: a task waits for at most two")
+        return len(positions), *(positions + [0, 0])[:2]  # type: ignore[return-value]
+
+    # --- the way to the ring ---
+
+    def _intern(self, layouts: Any, walks: Sequence[tuple[DType, Any, Any]]) -> None:
+        """Write the layout slots of a task's operands: inputs from 0, the output at 4."""
+        slots = [self._layouts.intern(*walk) for walk in walks]
+        for index, slot in enumerate(slots[:-1]):
+            layouts[index] = slot
+        layouts[4] = slots[-1]
+
+    def _submit_one(
+        self, op: str, inputs: Sequence[Any], out: Any, after: Any, timeout_s: float | None, scalars: dict[str, Any]
+    ) -> Ticket | None:
+        if self._closed or os.getpid() != self._pid:
+            self._check_open()
+        operator = self._operator(op)
+        views, output, head, walks = self._check(operator, inputs, out, scalars)
+        owners = [view.owner for view in views]
+        if self._settle:
+            self._machine.settle(owners, [view.stream for view in views if view.stream is not None])
+        local = self._local
+        if walks is None:
+            _TASK.pack_into(local.buffer, 0, *head)
+            return self._send(local.task, op, output, owners, False, after, timeout_s)
+        with self._layouts.using():
+            _TASK.pack_into(local.buffer, 0, *head)
+            self._intern(local.task["layouts"][0], walks)
+            return self._send(local.task, op, output, owners, False, after, timeout_s)
+
+    def _send(
+        self,
+        tasks: np.ndarray[Any, Any],
+        operator: str,
+        out: Any,
+        owners: Any,
+        linked: bool,
+        after: Any,
+        timeout_s: float | None,
+    ) -> Ticket:
+        afters, after_0, after_1 = self._afters(after)
+        if timeout_s is None:
+            timeout_s = self.config.submit_timeout_s
+        local, submit = self._local, self._host.submit
+        count, sent, ranges = len(tasks), 0, []
+        address = int(tasks.ctypes.data) if tasks is not local.task else local.task_address
+        deadline = 0
+        while sent < count:
+            now = time.monotonic_ns()
+            deadline = deadline or now + int(timeout_s * 1e9)
+            done, written, nobody_serves = submit(
+                self._address,
+                address + sent * TASK_BYTES,
+                count - sent,
+                linked,
+                afters,
+                after_0,
+                after_1,
+                min(deadline, now + _SLICE_NS),
+                local.ranges_address,
+                _RANGES,
+            )
+            for index in range(written):
+                first, length = local.ranges[index].tolist()
+                if ranges and (ranges[-1][0] + ranges[-1][1]) & MASK_64 == first:
+                    ranges[-1] = (ranges[-1][0], ranges[-1][1] + length)
+                else:
+                    ranges.append((first, length))
+            sent += done
+            if done:
+                self._held.append(((ranges[-1][0] + ranges[-1][1]) & MASK_64, owners))
+                if linked:
+                    afters, after_0 = 1, (ranges[-1][0] + ranges[-1][1] - 1) & MASK_64
+            if nobody_serves:
+                self._keeper.ensure_served()
+            elif not done and time.monotonic_ns() >= deadline:
+                raise QueueFull(
+                    f"the ring of {self.config.capacity} slots stayed full for {timeout_s} s; "
+                    f"{sent} of {count} tasks are enqueued: wait for tickets, or raise capacity or timeout_s"
+                )
+            if done:
+                deadline = 0
+        if len(self._held) > 1024:
+            self._tidy()
+        ticket = Ticket(self, operator, ranges, out)
+        return ticket
+
+    # --- the way back ---
+
+    def _wait(self, ranges: list[tuple[int, int]], timeout_s: float | None) -> None:
+        """Wait for ranges of positions; relaunches when nobody serves."""
+        until = None if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
+        limit = self.config.deadline_s
+        progress, since = -1, time.monotonic()
+        for first, count in ranges:
+            position, end = first, (first + count) & MASK_64
+            while True:
+                now = time.monotonic_ns()
+                slice_end = now + _SLICE_NS if until is None else min(until, now + _SLICE_NS)
+                answer, position = self._host.wait_range(self._address, position, end, slice_end)
+                if answer == ring.DONE:
+                    break
+                if self._closed:
+                    raise ClosedError(f"the Runtime was closed before the task at position {position} ran")
+                if answer == ring.PARKED:
+                    self._keeper.ensure_served()
+                if until is not None and time.monotonic_ns() >= until:
+                    raise WaitTimeout(
+                        f"the task at position {position} had not completed after {timeout_s} s; "
+                        "it stays queued"
+                    )
+                if limit is not None:
+                    self._host.retire(self._address)
+                    seen = (int(self._words["retired"][0]), position)
+                    if seen != progress:
+                        progress, since = seen, time.monotonic()  # type: ignore[assignment]
+                    elif time.monotonic() - since > limit:
+                        raise HangError(self._dump(f"no task completed for {limit} s"))
+
+    def _tidy(self) -> None:
+        """Retire completed tasks and let go of their arrays."""
+        self._host.retire(self._address)
+        retired = int(self._words["retired"][0])
+        held = self._held
+        while held and (retired - held[0][0]) & MASK_64 < 1 << 63:
+            try:
+                held.popleft()
+            except IndexError:  # another thread tidied too
+                break
+
+    def _publish_layouts(self, count: int) -> None:
+        self._control["layouts"] = count
+
+    def _drain(self) -> None:
+        """Every claimed task has retired: layouts may be overwritten."""
+        claimed, retired = int(self._words["claimed"][0]), int(self._words["retired"][0])
+        if claimed != retired:
+            self._wait([(retired, (claimed - retired) & MASK_64)], None)
+
+    def _dump(self, why: str) -> str:
+        """What a hang looks like, for the message."""
+        words, state = self._words, self._state
+        claimed, retired = int(words["claimed"][0]), int(words["retired"][0])
+        ingested = int(state["ingested"][0])
+        slot = ingested % self.config.capacity
+        stamp = int(self._machine.arrays.stamps[slot])
+        lines = [
+            f"{why}. State of the {self.machine} machine:",
+            f"  ring: claimed {claimed}, ingested {ingested}, retired {retired}, capacity {self.config.capacity}",
+            f"  launches: asked for {int(words['enqueued'][0])}, begun {int(state['begun'][0])}, "
+            f"parked {int(state['parked'][0])} ({ParkReason(int(state['reason'][0])).name.lower()}); generation 1",
+        ]
+        if ingested != claimed and stamp != (ingested + 1) & MASK_64:
+            lines.append(f"  position {ingested} is claimed and not published: a producer stalls before it")
+        if self._keeper.error is not None:
+            lines.append(f"  the last launch failed: {self._keeper.error}")
+        try:
+            words_of = self._machine.read("worker_states").view(np.uint64).reshape(-1, 2)
+        except MachineError as error:
+            lines.append(f"  worker states could not be read: {error}")
+        else:
+            by_id = {operator.op_id: operator.name for operator in TABLE.values()}
+            for number, (word, position) in enumerate(words_of.tolist(), 1):
+                kind, op = WorkerState(word & 0xFF), by_id.get(word >> 8, f"op {word >> 8}")
+                if kind is WorkerState.RUNNING:
+                    lines.append(f"  worker {number}: running {op} at position {position}")
+                elif kind is WorkerState.WAITING:
+                    lines.append(f"  worker {number}: waiting, before {op} at position {position}")
+            busy = sum(1 for word, _ in words_of.tolist() if word & 0xFF > WorkerState.IDLE)
+            lines.append(f"  {len(words_of) - busy} workers are idle or absent")
+        return "\n".join(lines)
+
+
+def _shut_down(machine: Machine, keeper: Keeper, pid: int, timeout_s: float = 10.0) -> None:
+    """End the executor, then free its memory; a stuck one keeps it until the process ends."""
+    if os.getpid() != pid:
+        return
+    keeper.stop()
+    if machine.wait_exited(timeout_s):
+        machine.close()
+
+
+def _sugar(operator: Operator) -> Any:
+    """`rt.<name>(*inputs, out=None, ...)`."""
+
+    def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: float) -> Ticket:
+        return self.submit(operator.name, inputs, out, after=after, **scalars)
+
+    call.__name__ = operator.name
+    call.__qualname__ = f"Runtime.{operator.name}"
+    call.__doc__ = f"{operator.formula}, for {operator.inputs} input(s). See `Runtime.submit`."
+    return call
+
+
+for _operator in TABLE.values():
+    setattr(Runtime, _operator.name, _sugar(_operator))
+
+assert Status.OK == 0 and ITEMSIZE[DType.F32] == 4
