@@ -32,7 +32,7 @@ from ..protocol import (
     ParkReason,
     field,
 )
-from .ring import make_leave, make_log2, make_queue_entry
+from .ring import make_leave, make_log2, make_queue_entry, make_share_context
 
 # A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | linked << 63.
 # `run` and `tiles` are the descriptor's second word as it stands.
@@ -43,14 +43,14 @@ META_TILES = 32
 def make_pump(m: Primitives) -> Body:
     """Build the pump for a machine: `pump(context, workers, scratch)`, one block."""
     u64, barrier = m.u64, m.barrier
-    thread_index, block_width = m.thread_index, m.block_width
+    thread_index = m.thread_index
     store_release_gpu, store_relaxed_sys = m.store_release_gpu, m.store_relaxed_sys
     store_relaxed_gpu = m.store_relaxed_gpu
     load_u64, store_u64 = m.load_u64, m.store_u64
     load_u32, store_u32 = m.load_u32, m.store_u32
     fence_acq_rel_gpu, now_ns, pause = m.fence_acq_rel_gpu, m.now_ns, m.pause
 
-    log2, leave = make_log2(m), make_leave(m)
+    log2, leave, share_context = make_log2(m), make_leave(m), make_share_context(m)
     fly, copy_layouts = _make_fly(m), _make_copy_layouts(m)
     hand_out, decide = _make_hand_out(m), _make_decide(m)
 
@@ -69,8 +69,8 @@ def make_pump(m: Primitives) -> Body:
     NEW_LAYOUTS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "layouts"))
 
     def pump(context: Any, workers: Any, scratch: Any) -> None:
+        context = share_context(context, scratch)
         thread = thread_index()
-        width = block_width()
         report = load_u64(context + HOST_STATE_AT)
         state = load_u64(context + DEVICE_STATE_AT)
         mask = load_u64(context + MASK)

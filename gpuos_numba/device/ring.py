@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..machines.base import Body, Primitives
-from ..protocol import DEVICE_STATE, LAP_SHIFT, TILE_SHIFT, field
+from ..protocol import CONTEXT, DEVICE_STATE, LAP_SHIFT, SCRATCH_CONTEXT, TILE_SHIFT, field
 
 LAP_LIMIT = 0x7FFF  # laps are told apart modulo this + 1; a stale entry is exactly one lap old
 
@@ -64,3 +64,20 @@ def make_leave(m: Primitives) -> Body:
             store_relaxed_gpu(state + EXITS, ZERO)
 
     return m.device(leave)
+
+
+def make_share_context(m: Primitives) -> Body:
+    """`share_context(context, scratch)` -> address of a copy of the context in this block's scratch."""
+    u64, barrier, load_u64, store_u64 = m.u64, m.barrier, m.load_u64, m.store_u64
+    thread_index, block_width = m.thread_index, m.block_width
+    WORDS, EIGHT, COPY = u64(CONTEXT.itemsize // 8), u64(8), u64(SCRATCH_CONTEXT)
+
+    def share_context(context: Any, scratch: Any) -> Any:
+        word = thread_index()
+        while word < WORDS:
+            store_u64(scratch + COPY + word * EIGHT, load_u64(context + word * EIGHT))
+            word += block_width()
+        barrier()
+        return scratch + COPY
+
+    return m.device(share_context)

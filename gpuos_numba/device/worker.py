@@ -26,7 +26,7 @@ from ..protocol import (
     WorkerState,
     field,
 )
-from .ring import make_leave, make_log2, make_queue_entry
+from .ring import make_leave, make_log2, make_queue_entry, make_share_context
 
 STATUS_SHIFT = STATUS_BITS
 STATE_SHIFT = 8  # op_id << 8 | WorkerState
@@ -43,7 +43,7 @@ def make_worker(m: Primitives) -> Body:
 
     take, await_position, stage = _make_take(m), _make_await(m), _make_stage(m)
     finish_tile, publish = _make_finish_tile(m), _make_publish(m)
-    leave, log2 = make_leave(m), make_log2(m)
+    leave, log2, share_context = make_leave(m), make_log2(m), make_share_context(m)
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
     WORKER_STATES = u64(field(CONTEXT, "worker_states"))
@@ -62,6 +62,7 @@ def make_worker(m: Primitives) -> Body:
     IDLE, WAITING, RUNNING = u64(WorkerState.IDLE), u64(WorkerState.WAITING), u64(WorkerState.RUNNING)
 
     def worker(context: Any, block: Any, workers: Any, scratch: Any) -> None:
+        context = share_context(context, scratch)
         thread = thread_index()
         width = block_width()
         state = load_u64(context + DEVICE_STATE_AT)

@@ -28,6 +28,9 @@ from ..protocol import (
 CHUNK = 256
 """Tasks published at a time by a batch, so that the pump can begin before the batch is filled."""
 
+DECLINED, SENT, SENT_UNSERVED = 0, 1, 2
+"""What `submit_plain` answers."""
+
 PENDING, DONE, PARKED = 0, 1, 2
 """What waiting answers: not yet, all done, or nothing will happen until somebody launches."""
 
@@ -393,6 +396,52 @@ def make_submit(m: Any) -> Body:
 
 
 @cache
+def make_submit_plain(m: Any) -> Body:
+    """`submit_plain(host, op_id, x, y, out, count, query, stream) -> (position, answer)`.
+
+    The short way for one contiguous element-wise task without scalars or dependencies: the descriptor is
+    written straight into its slot. `query` is the address of cuStreamQuery or 0; inputs that a stream still
+    works on are not submitted. answer: SENT, SENT_UNSERVED (somebody must launch), or DECLINED (full, or the
+    stream is busy), where nothing was enqueued.
+    """
+    u64 = m.u64
+    load_u64, store_u64, call_query = m.load_u64, m.store_u64, m.call_query
+    try_claim, publish, retire = make_try_claim(m), make_publish(m), make_retire(m)
+    RING, MASK = u64(field(HOST_CONTEXT, "ring")), u64(field(HOST_CONTEXT, "mask"))
+    ZERO, ONE, EIGHT, TASK_SIZE = u64(0), u64(1), u64(8), u64(TASK_BYTES)
+    RUN_AND_TILES = u64(1 | 1 << 32)
+    ANSWER_SENT, ANSWER_DECLINED = u64(SENT), u64(DECLINED)
+    RUN_AT, INPUTS, OUTPUT = u64(offset("run")), u64(offset("inputs")), u64(offset("outputs"))
+    COUNT, REST = u64(offset("count")), u64(offset("after"))
+
+    def submit_plain(
+        host: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, query: Any, stream: Any
+    ) -> Any:
+        if query != ZERO and call_query(query, stream) != ZERO:
+            return ZERO, ANSWER_DECLINED
+        position, granted = try_claim(host, ONE)
+        if granted == ZERO:
+            retire(host)
+            position, granted = try_claim(host, ONE)
+            if granted == ZERO:
+                return ZERO, ANSWER_DECLINED
+        task = load_u64(host + RING) + (position & load_u64(host + MASK)) * TASK_SIZE
+        store_u64(task, op_id)
+        store_u64(task + RUN_AT, RUN_AND_TILES)
+        store_u64(task + INPUTS, x)
+        store_u64(task + INPUTS + EIGHT, y)
+        store_u64(task + OUTPUT, out)
+        store_u64(task + COUNT, count)
+        word = REST
+        while word < TASK_SIZE:
+            store_u64(task + word, ZERO)
+            word += EIGHT
+        return position, publish(host, position, ONE) + ANSWER_SENT
+
+    return m.device(submit_plain)
+
+
+@cache
 def make_round_trips(m: Any) -> Body:
     """`round_trips(host, task, count, times, ranges, until_ns) -> samples taken`: submit one, await it, repeat.
 
@@ -440,6 +489,7 @@ def compiled() -> SimpleNamespace:
         "wait_range": (make_wait_range, pair(u64, u64, u64, u64)),
         "fill": (make_fill, types.void(*[u64] * 8)),
         "submit": (make_submit, triple(*[u64] * 10)),
+        "submit_plain": (make_submit_plain, pair(*[u64] * 8)),
         "round_trips": (make_round_trips, u64(*[u64] * 6)),
     }
     return SimpleNamespace(

@@ -174,6 +174,17 @@ def copy_wait():
     pass
 
 
+@intrinsic
+def call_query(typingctx, function, stream):
+    """Call `int function(void *stream)`, such as cuStreamQuery, by address; host functions only."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64])
+        return builder.zext(builder.call(_pointer(builder, args[0], kind), [args[1]]), _I64)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
 _VECTOR = ir.VectorType(ir.FloatType(), 4)
 
 

@@ -24,6 +24,7 @@ from . import areas
 MAPPED_PORTABLE = 0x01 | 0x02  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 QUIET_WORKERS = 16
 
 
@@ -139,26 +140,35 @@ class CudaMachine:
         driver = self._driver
         self._cubin = generation.cubin  # the driver may read it lazily
         self._library = _check(driver.cuLibraryLoadData(self._cubin, [], [], 0, [], [], 0))
-        kernel = _check(driver.cuLibraryGetKernel(self._library, generation.entry.encode()))
+        (kernel,) = _check(driver.cuLibraryEnumerateKernels(1, self._library))  # there is one
         self._function = _check(driver.cuKernelGetFunction(kernel))
+        self._function_handle = ctypes.c_void_p(int(self._function))
+        self._stream_handle = ctypes.c_void_p(int(self._stream))
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        self._launch_kernel = library.cuLaunchKernel
+        self._launch_kernel.argtypes = [
+            ctypes.c_void_p,
+            *[ctypes.c_uint] * 7,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+        self.stream_query = int(ctypes.cast(library.cuStreamQuery, ctypes.c_void_p).value or 0)
+        """Address of cuStreamQuery, for compiled code."""
 
     def launch(self, workers: int) -> None:
-        with self._current():
-            _check(
-                self._driver.cuLaunchKernel(
-                    self._function,
-                    workers + 1,
-                    1,
-                    1,
-                    self._threads,
-                    1,
-                    1,
-                    0,
-                    self._stream,
-                    ctypes.addressof(self._arguments),
-                    0,
+        # Straight through ctypes: cuda-python's packing of arguments takes several microseconds.
+        error = self._launch_kernel(
+            self._function_handle, workers + 1, 1, 1, self._threads, 1, 1, 0, self._stream_handle, self._arguments, None
+        )
+        if error == INVALID_CONTEXT:  # this thread has not used CUDA yet
+            with self._current():
+                error = self._launch_kernel(
+                    self._function_handle, workers + 1, 1, 1, self._threads, 1, 1, 0, self._stream_handle,
+                    self._arguments, None,
                 )
-            )
+        if error != 0:
+            raise MachineError(f"the CUDA driver refused the executor's launch with error {error}")
 
     def wait_exited(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
