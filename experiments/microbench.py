@@ -231,14 +231,16 @@ def run(machine: str, quick: bool, console: Console) -> Results:
     """
     sizes, rounds = (QUICK_SIZES, QUICK_ROUNDS) if quick else (SIZES, ROUNDS)
     columns = TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with gpuos.Runtime(machine=machine) as rt, Progress(*columns, console=console) as progress:
-        results = Results("microbench-quick" if quick else "microbench", rt.device_name, rt.machine)
-        questions = Bench(rt).questions(sizes)
-        bar = progress.add_task("", total=len(questions) * rounds)
-        for name, ask in questions:
-            progress.update(bar, description=name)
-            results.rows += measure(ask(), rounds, lambda: progress.advance(bar))
-            rt.synchronize(TIMEOUT_S)  # raises if any task failed
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("start the executor", total=None)
+        with gpuos.Runtime(machine=machine) as rt:
+            results = Results("microbench-quick" if quick else "microbench", rt.device_name, rt.machine)
+            questions = Bench(rt).questions(sizes)
+            progress.update(bar, total=len(questions) * rounds)
+            for name, ask in questions:
+                progress.update(bar, description=name)
+                results.rows += measure(ask(), rounds, lambda: progress.advance(bar))
+                rt.synchronize(TIMEOUT_S)  # raises if any task failed
     return results
 
 

@@ -66,6 +66,7 @@ def test_a_baseline_without_its_gpu_or_package_has_a_reason() -> None:
     assert {row.system: bool(row.why) for row in rows} == dict.fromkeys(COMPETITORS["cuda"], True)
 
 
+@pytest.mark.slow
 def test_one_command_measures_every_question_on_the_cpu(tmp_path: Path) -> None:
     stored, drawn = tmp_path / "found.json", tmp_path / "found.png"
     command = [sys.executable, "-m", "experiments.microbench", "--machine", "cpu", "--quick"]
@@ -86,6 +87,7 @@ def test_one_command_measures_every_question_on_the_cpu(tmp_path: Path) -> None:
     assert json.loads(stored.read_text())["experiment"] == "microbench-quick"
 
 
+@pytest.mark.slow
 def test_results_that_differ_from_the_spec_stop_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = {"add": SimpleNamespace(spec=lambda a, b: a - b)}
     monkeypatch.setattr(microbench.gpuos, "operators", lambda: operators)
