@@ -59,7 +59,9 @@ class Config:
             if value is not None and value < 1:
                 raise ArgumentError(f"{name}={value}: at least one worker must run, or None to choose")
         if self.threads % 32 or not 64 <= self.threads <= 512:
-            raise ArgumentError(f"threads={self.threads}: a block has a multiple of 32 from 64 to 512 threads")
+            raise ArgumentError(
+                f"threads={self.threads}: a block has a multiple of 32 from 64 to 512 threads"
+            )
         if not 1 <= self.max_run <= 256:
             raise ArgumentError(f"max_run={self.max_run}: a run has 1 to 256 tasks")
         if not 0 <= self.start_position < 1 << 64:

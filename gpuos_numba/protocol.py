@@ -174,7 +174,9 @@ SCRATCH_CONTROL: Final = 64  # pump: the host's control words as the last flight
 SCRATCH_TASKS: Final = 128  # worker: two staged descriptors, used in turn
 SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * TASK_BYTES  # worker: status of each task of a run, 32-bit each
 SCRATCH_META: Final = SCRATCH_TASKS  # pump: run, tiles and link of each task of the window
-SCRATCH_CONTEXT: Final = 2304  # a copy of the CONTEXT: an acquire empties L1, so re-reading it would cost L2 trips
+SCRATCH_CONTEXT: Final = (
+    2304  # a copy of the CONTEXT: an acquire empties L1, so re-reading it would cost L2 trips
+)
 SCRATCH_ARENA: Final = 2560  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES

@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from .config import Config
-from .descriptor import LAYOUT, MASK_64, SCALAR_BYTES, TASK, TASK_BYTES, DType, Flag, Status
+from .descriptor import LAYOUT, MASK_64, SCALAR_BYTES, TASK, TASK_BYTES, DType, Flag
 from .device.operators import TABLE, Operator
 from .errors import (
     ArgumentError,
@@ -36,7 +36,6 @@ from .errors import (
 from .host import ring
 from .host.arrays import (
     DTYPE_NAMES,
-    ITEMSIZE,
     ArrayView,
     broadcast_shape,
     empty_like_on,
@@ -94,7 +93,12 @@ class Batch:
     """
 
     def __init__(
-        self, tasks: np.ndarray[Any, Any], operator: str, outputs: list[Any], owners: list[Any], walks: list[Any]
+        self,
+        tasks: np.ndarray[Any, Any],
+        operator: str,
+        outputs: list[Any],
+        owners: list[Any],
+        walks: list[Any],
     ) -> None:
         self.tasks = tasks
         self.operator = operator
@@ -111,7 +115,11 @@ class Batch:
         if not isinstance(which, slice):
             raise ArgumentError(f"batch[{which!r}]: take a slice, such as batch[{which!r}:{which!r}+1]")
         return Batch(
-            self.tasks[which].copy(), self.operator, self.outputs[which], self._owners[which], self._walks[which]
+            self.tasks[which].copy(),
+            self.operator,
+            self.outputs[which],
+            self._owners[which],
+            self._walks[which],
         )
 
     @staticmethod
@@ -137,7 +145,7 @@ class _PerThread(threading.local):
         self.ranges = np.zeros((_RANGES, 2), np.uint64)
         self.task_address = int(self.task.ctypes.data)
         self.ranges_address = int(self.ranges.ctypes.data)
-        self.buffer = memoryview(self.task.view(np.uint8))
+        self.buffer = self.task.view(np.uint8).data
 
 
 _OPEN: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -211,7 +219,8 @@ class Runtime:
         self._reported = 0  # failures that synchronize has raised for
         self._plain = isinstance(getattr(self._machine, "stream_query", None), int)
         self._plain_limit = min(operator.tile for operator in TABLE.values() if operator.tile)
-        self._ordinal, self._torch = device, None
+        self._ordinal = device
+        self._torch: Any = None
         self._query = 0
         self._current_stream: Any = lambda device: 0
         self._settle = self.machine == "cuda" and self.config.input_order == "stream"
@@ -271,7 +280,8 @@ class Runtime:
         """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing."""
         self._check_open()
         operator = self._operator(op)
-        records, outputs, owners, walks, streams = [], [], [], [], set()
+        records, outputs, owners, walks = [], [], [], []
+        streams: set[int] = set()
         for inputs, out in calls:
             views, output, head, strided = self._check(operator, inputs, out, scalars)
             records.append(_TASK.pack(*head))
@@ -543,7 +553,7 @@ class Runtime:
             positions.append(ticket.position)
         if len(positions) > 2:
             raise ArgumentError(f"{len(positions)} tickets in after=: a task waits for at most two")
-        return len(positions), *(positions + [0, 0])[:2]  # type: ignore[return-value]
+        return len(positions), *[*positions, 0, 0][:2]  # type: ignore[return-value]
 
     # --- the way to the ring ---
 
@@ -555,7 +565,13 @@ class Runtime:
         layouts[4] = slots[-1]
 
     def _submit_one(
-        self, op: str, inputs: Sequence[Any], out: Any, after: Any, timeout_s: float | None, scalars: dict[str, Any]
+        self,
+        op: str,
+        inputs: Sequence[Any],
+        out: Any,
+        after: Any,
+        timeout_s: float | None,
+        scalars: dict[str, Any],
     ) -> Ticket | None:
         if self._closed or os.getpid() != self._pid:
             self._check_open()
@@ -587,7 +603,8 @@ class Runtime:
         if timeout_s is None:
             timeout_s = self.config.submit_timeout_s
         local, submit = self._local, self._host.submit
-        count, sent, ranges = len(tasks), 0, []
+        count, sent = len(tasks), 0
+        ranges: list[tuple[int, int]] = []
         address = int(tasks.ctypes.data) if tasks is not local.task else local.task_address
         deadline = 0
         while sent < count:
@@ -636,7 +653,7 @@ class Runtime:
         """Wait for ranges of positions; relaunches when nobody serves."""
         until = None if timeout_s is None else time.monotonic_ns() + int(timeout_s * 1e9)
         limit = self.config.deadline_s
-        progress, since = -1, time.monotonic()
+        progress, since = (-1, -1), time.monotonic()
         for first, count in ranges:
             position, end = first, (first + count) & MASK_64
             while True:
@@ -658,7 +675,7 @@ class Runtime:
                     self._host.retire(self._address)
                     seen = (int(self._words["retired"][0]), position)
                     if seen != progress:
-                        progress, since = seen, time.monotonic()  # type: ignore[assignment]
+                        progress, since = seen, time.monotonic()
                     elif time.monotonic() - since > limit:
                         raise HangError(self._dump(f"no task completed for {limit} s"))
 
@@ -691,9 +708,11 @@ class Runtime:
         stamp = int(self._machine.arrays.stamps[slot])
         lines = [
             f"{why}. State of the {self.machine} machine:",
-            f"  ring: claimed {claimed}, ingested {ingested}, retired {retired}, capacity {self.config.capacity}",
+            f"  ring: claimed {claimed}, ingested {ingested}, retired {retired}, "
+            f"capacity {self.config.capacity}",
             f"  launches: asked for {int(words['enqueued'][0])}, begun {int(state['begun'][0])}, "
-            f"parked {int(state['parked'][0])} ({ParkReason(int(state['reason'][0])).name.lower()}); generation 1",
+            f"parked {int(state['parked'][0])} ({ParkReason(int(state['reason'][0])).name.lower()}); "
+            "generation 1",
         ]
         if ingested != claimed and stamp != (ingested + 1) & MASK_64:
             lines.append(f"  position {ingested} is claimed and not published: a producer stalls before it")
@@ -778,7 +797,14 @@ def _sugar(operator: Operator) -> Any:
     op_id, limit = operator.op_id, operator.inputs
 
     def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: float) -> Ticket:
-        if plain and after is None and self._plain and len(inputs) == limit and not scalars and not self._closed:
+        if (
+            plain
+            and after is None
+            and self._plain
+            and len(inputs) == limit
+            and not scalars
+            and not self._closed
+        ):
             ticket = _plain_torch(self, op_id, inputs[0], inputs[-1], out)
             if ticket is not None:
                 ticket.operator = operator.name
@@ -793,5 +819,3 @@ def _sugar(operator: Operator) -> Any:
 
 for _operator in TABLE.values():
     setattr(Runtime, _operator.name, _sugar(_operator))
-
-assert Status.OK == 0 and ITEMSIZE[DType.F32] == 4

@@ -17,4 +17,5 @@ def make_block(pump: Body, worker: Body, u64: Any, device: Any) -> Body:
         else:
             worker(context, number, workers, scratch)
 
-    return device(block)
+    compiled: Body = device(block)
+    return compiled

@@ -177,8 +177,8 @@ def _make_fly(m: Primitives) -> Body:
     HOST_RING, STAMPS = u64(field(CONTEXT, "host_ring")), u64(field(CONTEXT, "stamps"))
     DEVICE_RING, MASK = u64(field(CONTEXT, "device_ring")), u64(field(CONTEXT, "mask"))
     HOST_CONTROL_AT = u64(field(CONTEXT, "host_control"))
-    ZERO, ONE, TWO, THREE, SEVEN, EIGHT = u64(0), u64(1), u64(2), u64(3), u64(7), u64(8)
-    SIXTEEN, THIRTY_TWO, FORTY_EIGHT = u64(16), u64(32), u64(48)
+    ZERO, ONE, THREE, SEVEN, EIGHT = u64(0), u64(1), u64(3), u64(7), u64(8)
+    SIXTEEN, THIRTY_TWO = u64(16), u64(32)
     HALF, LOW_HALF, LINK = u64(32), u64(0xFFFFFFFF), u64(Flag.LINK)
     TASK_SIZE, CHUNKS = u64(TASK_BYTES), u64(TASK_BYTES // 16)
     TO_LINKED, TILES_AND_RUN = u64(META_LINKED), u64(0xFFFFFFFFFFFF)
@@ -197,9 +197,7 @@ def _make_fly(m: Primitives) -> Body:
 
     place = m.device(place)
 
-    def fly(
-        context: Any, scratch: Any, here: Any, cursor: Any, ready: Any, known: Any, limit: Any
-    ) -> None:
+    def fly(context: Any, scratch: Any, here: Any, cursor: Any, ready: Any, known: Any, limit: Any) -> None:
         thread = thread_index()
         width = block_width()
         mask = load_u64(context + MASK)
@@ -319,7 +317,9 @@ def _make_hand_out(m: Primitives) -> Body:
     STATUS_SHIFT = u64(STATUS_BITS)
     META, FLOOR = u64(SCRATCH_META), u64(SCRATCH_FLOOR)
 
-    def make_room(context: Any, scratch: Any, mask: Any, items: Any, wanted: Any, floor: Any, retired: Any) -> Any:
+    def make_room(
+        context: Any, scratch: Any, mask: Any, items: Any, wanted: Any, floor: Any, retired: Any
+    ) -> Any:
         """Wait until `wanted` more items fit, by following completions; they need nothing from the pump."""
         if thread_index() == ZERO:
             done = load_u64(context + DEVICE_DONE)

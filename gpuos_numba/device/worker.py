@@ -143,7 +143,7 @@ def make_worker(m: Primitives) -> Body:
 
 
 def _make_take(m: Primitives) -> Body:
-    """`take(context, state, mask, queue_bits)` -> the entry of the next item, or 0 if this launch has no more.
+    """`take(context, state, mask, queue_bits)` -> the next item's entry, or 0 if this launch has no more.
 
     The number drawn is the only thing that workers contend for; then each polls a word of its own.
     """
@@ -204,7 +204,7 @@ def _make_await(m: Primitives) -> Body:
 
 
 def _make_stage(m: Primitives) -> Body:
-    """`stage(context, scratch, mask, position)`: start copying a descriptor from the device ring to scratch."""
+    """`stage(context, scratch, mask, position)`: start copying a descriptor to scratch."""
     u64 = m.u64
     thread_index, block_width = m.thread_index, m.block_width
     load_u64, copy_async = m.load_u64, m.copy_async
@@ -225,7 +225,7 @@ def _make_stage(m: Primitives) -> Body:
 
 
 def _make_publish(m: Primitives) -> Body:
-    """`publish(context, scratch, mask, first, last)`: every position of the item has ended, with its status."""
+    """`publish(context, scratch, mask, first, last)`: all positions of the item have ended."""
     u64 = m.u64
     thread_index, block_width = m.thread_index, m.block_width
     load_u64, load_u32, store_u32 = m.load_u64, m.load_u32, m.store_u32

@@ -6,29 +6,37 @@ ticket or an input early is safe.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..descriptor import MASK_64, Status
 from ..errors import TaskError
 from .ring import PENDING_STATUS
 
-if TYPE_CHECKING:
-    from ..runtime import Runtime
-
 REMEDIES = {
     Status.UNKNOWN_OPERATOR: "no operator has this op_id in the running generation; submit it by name",
-    Status.BAD_DESCRIPTOR: "the descriptor asks for more tiles than the ring has slots; submit through the API",
+    Status.BAD_DESCRIPTOR: "it asks for more tiles than the ring has slots; submit through the API",
     Status.INDEX_OUT_OF_RANGE: "an index lies outside its tensor, nothing outside was touched; check indices",
     Status.DIVISION_BY_ZERO: "an integer was divided by zero; mask the divisor",
     Status.FORGOTTEN: "it ended too many failures ago; look at results sooner",
 }
 
 
+class Waiter(Protocol):
+    """What a ticket needs of its Runtime."""
+
+    _host: Any
+    _address: int
+
+    def _wait(self, ranges: list[tuple[int, int]], timeout_s: float | None) -> None: ...
+
+
 def explain(operator: str, position: int, status: int) -> TaskError:
     """The exception for a status that is not OK."""
     known = Status(status) if status in Status._value2member_map_ else None
     name = known.name if known is not None else f"status {status}"
-    remedy = REMEDIES.get(known, "the operator defines this status") if known is not None else "see the operator"
+    remedy = (
+        REMEDIES.get(known, "the operator defines this status") if known is not None else "see the operator"
+    )
     return TaskError(
         f"{operator} at position {position} ended with {name}: {remedy}",
         operator=operator,
@@ -46,7 +54,7 @@ class Ticket:
 
     __slots__ = ("_out", "_ranges", "_runtime", "_status", "operator")
 
-    def __init__(self, runtime: Runtime, operator: str, ranges: list[tuple[int, int]], out: Any) -> None:
+    def __init__(self, runtime: Waiter, operator: str, ranges: list[tuple[int, int]], out: Any) -> None:
         self._runtime = runtime
         self._ranges = ranges
         self._out = out
@@ -119,5 +127,3 @@ class Ticket:
     def __repr__(self) -> str:
         state = "pending" if self.status is None else getattr(self.status, "name", str(self.status))
         return f"<Ticket {self.operator} x{len(self)} at {self.position}: {state}>"
-
-

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..descriptor import STATUS_BITS, TASK_BYTES, Flag, Status, offset
-from ..machines.base import Body
+from ..machines.base import Body, HostPrimitives
 from ..protocol import (
     FAILURE,
     FAILURE_SLOTS,
@@ -36,7 +36,7 @@ PENDING, DONE, PARKED = 0, 1, 2
 
 
 @cache
-def make_try_claim(m: Any) -> Body:
+def make_try_claim(m: HostPrimitives) -> Body:
     """`try_claim(host, wanted) -> (position, granted)`: take up to `wanted` consecutive positions.
 
     granted = 0 where the ring is full. Never blocks.
@@ -71,7 +71,7 @@ def make_try_claim(m: Any) -> Body:
 
 
 @cache
-def make_publish(m: Any) -> Body:
+def make_publish(m: HostPrimitives) -> Body:
     """`publish(host, position, count) -> 1 if nobody serves`: hand filled slots to the pump.
 
     A 1 obliges the caller to launch (the pump announced that it parked, and no launch is on its way).
@@ -101,7 +101,7 @@ def make_publish(m: Any) -> Body:
 
 
 @cache
-def make_nobody_serves(m: Any) -> Body:
+def make_nobody_serves(m: HostPrimitives) -> Body:
     """`nobody_serves(host) -> 1` where the last launch asked for has announced its end."""
     u64 = m.u64
     load_u64, load_acquire_sys = m.load_u64, m.load_acquire_sys
@@ -121,7 +121,7 @@ def make_nobody_serves(m: Any) -> Body:
 
 
 @cache
-def make_retire(m: Any) -> Body:
+def make_retire(m: HostPrimitives) -> Body:
     """`retire(host)`: move the retired watermark past completed tasks and log their failures.
 
     One thread at a time; whoever finds the lock taken leaves, because the other is doing the same work.
@@ -166,7 +166,7 @@ def make_retire(m: Any) -> Body:
 
 
 @cache
-def make_status_of(m: Any) -> Body:
+def make_status_of(m: HostPrimitives) -> Body:
     """`status_of(host, position) -> PENDING_STATUS or the status` that the task at a position ended with.
 
     Right at any later time: the done word answers until the slot is claimed again, then the failure log.
@@ -179,8 +179,18 @@ def make_status_of(m: Any) -> Body:
     RETIRED, LOCK = u64(field(HOST_WORDS, "retired")), u64(field(HOST_WORDS, "retire_lock"))
     FAILURES = u64(field(HOST_WORDS, "failures"))
     ZERO, ONE, EIGHT, SIXTEEN = u64(0), u64(1), u64(8), u64(FAILURE.itemsize)
-    SHIFT, STATUS, LOG_SLOTS, LOG_MASK = u64(STATUS_BITS), u64(0xFF), u64(FAILURE_SLOTS), u64(FAILURE_SLOTS - 1)
-    TOP_BIT, OK, FORGOTTEN, PENDING_AT = u64(1 << 63), u64(Status.OK), u64(Status.FORGOTTEN), u64(PENDING_STATUS)
+    SHIFT, STATUS, LOG_SLOTS, LOG_MASK = (
+        u64(STATUS_BITS),
+        u64(0xFF),
+        u64(FAILURE_SLOTS),
+        u64(FAILURE_SLOTS - 1),
+    )
+    TOP_BIT, OK, FORGOTTEN, PENDING_AT = (
+        u64(1 << 63),
+        u64(Status.OK),
+        u64(Status.FORGOTTEN),
+        u64(PENDING_STATUS),
+    )
 
     def status_of(host: Any, position: Any) -> Any:
         words = load_u64(host + WORDS)
@@ -223,7 +233,7 @@ PENDING_STATUS = 1 << 8
 
 
 @cache
-def make_wait_range(m: Any) -> Body:
+def make_wait_range(m: HostPrimitives) -> Body:
     """`wait_range(host, position, end, until_ns) -> (PENDING | DONE | PARKED, position reached)`."""
     u64 = m.u64
     nobody_serves, status_of = make_nobody_serves(m), make_status_of(m)
@@ -252,11 +262,11 @@ def make_wait_range(m: Any) -> Body:
 
 
 @cache
-def make_fill(m: Any) -> Body:
+def make_fill(m: HostPrimitives) -> Body:
     """`fill(host, tasks, count, position, linked, afters, after_0, after_1)`: write claimed slots.
 
-    Sets the flags that depend on positions. linked = 1 chains the tasks: consecutive ones form runs of at most
-    max_run, and the head of each later run waits for the task before it. `afters` says how many of after_0
+    Sets the flags that depend on positions. linked = 1 chains the tasks: consecutive ones form runs of at
+    most max_run, and the head of each later run waits for the task before it. `afters` says how many of after_0
     and after_1 hold; a chain's first task waits for them, unlinked tasks all do.
     """
     u64 = m.u64
@@ -325,7 +335,7 @@ def make_fill(m: Any) -> Body:
 
 
 @cache
-def make_submit(m: Any) -> Body:
+def make_submit(m: HostPrimitives) -> Body:
     """`submit(host, tasks, count, linked, afters, after_0, after_1, until_ns, ranges, range_slots)`.
 
     Submits as much as it can and answers (submitted, ranges written, nobody_serves). Returns early when
@@ -396,7 +406,7 @@ def make_submit(m: Any) -> Body:
 
 
 @cache
-def make_submit_plain(m: Any) -> Body:
+def make_submit_plain(m: HostPrimitives) -> Body:
     """`submit_plain(host, op_id, x, y, out, count, query, stream) -> (position, answer)`.
 
     The short way for one contiguous element-wise task without scalars or dependencies: the descriptor is
@@ -442,8 +452,8 @@ def make_submit_plain(m: Any) -> Body:
 
 
 @cache
-def make_round_trips(m: Any) -> Body:
-    """`round_trips(host, task, count, times, ranges, until_ns) -> samples taken`: submit one, await it, repeat.
+def make_round_trips(m: HostPrimitives) -> Body:
+    """`round_trips(host, task, count, times, ranges, until_ns) -> samples`: submit one, await it, repeat.
 
     For measurements: nanoseconds from before the claim to after the done word, without Python in between.
     Stops early when somebody must launch.
@@ -493,5 +503,8 @@ def compiled() -> SimpleNamespace:
         "round_trips": (make_round_trips, u64(*[u64] * 6)),
     }
     return SimpleNamespace(
-        **{name: njit(signature, nogil=True)(make(m).py_func) for name, (make, signature) in signatures.items()}
+        **{
+            name: njit(signature, nogil=True)(make(m).py_func)
+            for name, (make, signature) in signatures.items()
+        }
     )

@@ -30,14 +30,15 @@ Primitive = Callable[..., Any]
 class Primitives(Protocol):
     """What a body may call. `gpu` scope is among the blocks of one executor, `sys` includes the host.
 
-    Shared-memory words (`load_u64` and friends on scratch addresses) are plain accesses: `barrier` orders them.
+    Shared-memory words (`load_u64` and friends on scratch addresses) are plain: `barrier` orders them.
     """
 
     u64: Any
     """Constructor of unsigned 64-bit values."""
     f32: Any
-    device: Callable[[Body], Body]
-    """Decorator for helpers that bodies call; inlined on CUDA."""
+
+    def device(self, body: Body, /) -> Body:
+        """Decorator for helpers that bodies call; inlined on CUDA."""
 
     # Who am I
     thread_index: Primitive  # () -> u64, within the block
@@ -63,9 +64,6 @@ class Primitives(Protocol):
     atomic_add_gpu: Primitive  # (address, u64) -> old value; acquire and release
     atomic_max_gpu: Primitive  # (address, u64) -> old value; relaxed
 
-    # The host's own words, CPU machine only: no read-modify-write ever crosses the bus
-    compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
-
     # Scratch
     load_u64: Primitive  # (address) -> u64, plain
     store_u64: Primitive
@@ -89,6 +87,15 @@ class Primitives(Protocol):
     now_ns: Primitive  # () -> u64, monotonic
     pause: Primitive  # (u64 spins so far): be polite while polling
     dispatch: Primitive  # (context, op_id, task address, tile, arena address), all u64 -> i32 status
+
+
+class HostPrimitives(Primitives, Protocol):
+    """What host functions may call besides; only the CPU has these. No read-modify-write crosses a bus."""
+
+    def __hash__(self) -> int: ...
+
+    compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
+    call_query: Primitive  # (address of a C function, its pointer argument) -> its int result, as u64
 
 
 class Machine(Protocol):

@@ -35,7 +35,9 @@ def compiled() -> SimpleNamespace:
     from . import cpu_memory as m
 
     u64 = types.uint64
-    block = make_block(m.device(make_pump(m)), m.device(make_worker(m)), m.u64, njit(types.void(*[u64] * 4), nogil=True))
+    block = make_block(
+        m.device(make_pump(m)), m.device(make_worker(m)), m.u64, njit(types.void(*[u64] * 4), nogil=True)
+    )
     signature = types.int32(*[u64] * 4)
     operators = {
         operator.op_id: cfunc(signature, error_model="numpy")(operator.make(m)) for operator in TABLE.values()
@@ -144,5 +146,3 @@ class CpuMachine:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=1.0)
-
-

@@ -244,9 +244,7 @@ def now_ns(typingctx):
         if get is None:
             get = ir.Function(builder.module, ir.FunctionType(_I32, [_I32, _I64]), "clock_gettime")
         builder.call(get, [_I32(_CLOCK), builder.ptrtoint(timespec, _I64)])
-        seconds, nanoseconds = (
-            builder.load(builder.gep(timespec, [_I32(0), _I32(word)])) for word in (0, 1)
-        )
+        seconds, nanoseconds = (builder.load(builder.gep(timespec, [_I32(0), _I32(word)])) for word in (0, 1))
         return builder.add(builder.mul(seconds, _I64(1_000_000_000)), nanoseconds)
 
     return types.uint64(), codegen

@@ -129,9 +129,7 @@ class CudaMachine:
             "context": areas.device_context(addresses, capacity),
         }
         for name, values in first.items():
-            _check(
-                driver.cuMemcpyHtoDAsync(addresses[name], values.ctypes.data, values.nbytes, self._stream)
-            )
+            _check(driver.cuMemcpyHtoDAsync(addresses[name], values.ctypes.data, values.nbytes, self._stream))
         _check(driver.cuStreamSynchronize(self._stream))  # before `first` goes
         self._argument = ctypes.c_uint64(addresses["context"])
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
@@ -159,13 +157,32 @@ class CudaMachine:
     def launch(self, workers: int) -> None:
         # Straight through ctypes: cuda-python's packing of arguments takes several microseconds.
         error = self._launch_kernel(
-            self._function_handle, workers + 1, 1, 1, self._threads, 1, 1, 0, self._stream_handle, self._arguments, None
+            self._function_handle,
+            workers + 1,
+            1,
+            1,
+            self._threads,
+            1,
+            1,
+            0,
+            self._stream_handle,
+            self._arguments,
+            None,
         )
         if error == INVALID_CONTEXT:  # this thread has not used CUDA yet
             with self._current():
                 error = self._launch_kernel(
-                    self._function_handle, workers + 1, 1, 1, self._threads, 1, 1, 0, self._stream_handle,
-                    self._arguments, None,
+                    self._function_handle,
+                    workers + 1,
+                    1,
+                    1,
+                    self._threads,
+                    1,
+                    1,
+                    0,
+                    self._stream_handle,
+                    self._arguments,
+                    None,
                 )
         if error != 0:
             raise MachineError(f"the CUDA driver refused the executor's launch with error {error}")
@@ -187,9 +204,7 @@ class CudaMachine:
         values = np.zeros(self._sizes[name], np.uint8)
         with self._current():
             source = self._memory + self._offsets[name]
-            _check(
-                self._driver.cuMemcpyDtoHAsync(values.ctypes.data, source, values.nbytes, self._copies)
-            )
+            _check(self._driver.cuMemcpyDtoHAsync(values.ctypes.data, source, values.nbytes, self._copies))
             _check(self._driver.cuStreamSynchronize(self._copies))
         return values
 
