@@ -133,6 +133,8 @@ WINDOW: Final = 256
 """Most tasks that the pump takes in one flight over the bus."""
 
 MAX_RUN: Final = 256
+GROUP: Final = 8
+"""Descriptors of a run that are staged together; the next group flies while this one runs."""
 
 # A queue entry packs what a worker needs into one word, so that one load hands it over whole:
 # lap of the queue (16 bits, never 0) | tile (16) | low half of the position (32).
@@ -171,17 +173,14 @@ SCRATCH_GAP: Final = 16  # pump: first unpublished index of the window; two 32-b
 SCRATCH_SPECIAL: Final = 24  # pump: 1 where the window holds a tiled or linked task; two words in turn
 SCRATCH_FLOOR: Final = 32  # pump: two words, items and positions known to be complete
 SCRATCH_CONTROL: Final = 64  # pump: the host's control words as the last flight brought them
-SCRATCH_TASKS: Final = 128  # worker: two staged descriptors, used in turn
-SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * TASK_BYTES  # worker: status of each task of a run, 32-bit each
+SCRATCH_TASKS: Final = 128  # worker: staged descriptors, two groups used in turn
 SCRATCH_META: Final = SCRATCH_TASKS  # pump: run, tiles and link of each task of the window
-SCRATCH_CONTEXT: Final = (
-    2304  # a copy of the CONTEXT: an acquire empties L1, so re-reading it would cost L2 trips
-)
-SCRATCH_ARENA: Final = 2560  # operators' own scratch begins here
+SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * GROUP * TASK_BYTES  # worker: status of each task of a run, 32-bit
+SCRATCH_CONTEXT: Final = SCRATCH_STATUS + 4 * MAX_RUN  # a copy: an acquire empties L1, re-reading goes to L2
+SCRATCH_ARENA: Final = 3456  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
-assert SCRATCH_STATUS + 4 * MAX_RUN <= SCRATCH_CONTEXT
 assert SCRATCH_META + 8 * WINDOW <= SCRATCH_CONTEXT
 assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_ARENA
 

@@ -39,6 +39,9 @@ from .ring import make_leave, make_log2, make_queue_entry, make_share_context
 META_LINKED = 63
 META_TILES = 32
 
+QUIET_WINDOW = 4
+"""Stamps watched while nothing comes: one 32-byte sector, the least that a read over the bus brings."""
+
 
 def make_pump(m: Primitives) -> Body:
     """Build the pump for a machine: `pump(context, workers, scratch)`, one block."""
@@ -49,21 +52,23 @@ def make_pump(m: Primitives) -> Body:
     load_u64, store_u64 = m.load_u64, m.store_u64
     load_u32, store_u32 = m.load_u32, m.store_u32
     fence_acq_rel_gpu, now_ns, pause = m.fence_acq_rel_gpu, m.now_ns, m.pause
+    load_pair_relaxed_sys = m.load_pair_relaxed_sys
 
     log2, leave, share_context = make_log2(m), make_leave(m), make_share_context(m)
     fly, copy_layouts = _make_fly(m), _make_copy_layouts(m)
     hand_out, decide = _make_hand_out(m), _make_decide(m)
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
-    HOST_STATE_AT = u64(field(CONTEXT, "host_state"))
+    HOST_STATE_AT, HOST_CONTROL_AT = u64(field(CONTEXT, "host_state")), u64(field(CONTEXT, "host_control"))
     BEGUN, WORKERS = u64(field(HOST_STATE, "begun")), u64(field(HOST_STATE, "workers"))
     INGESTED = u64(field(HOST_STATE, "ingested"))
     CLOSED = u64(field(DEVICE_STATE, "closed"))
     CURSOR, ITEMS = u64(field(DEVICE_STATE, "cursor")), u64(field(DEVICE_STATE, "items"))
     LAUNCHES = u64(field(DEVICE_STATE, "launches"))
     KNOWN_LAYOUTS = u64(field(DEVICE_STATE, "layouts"))
-    ZERO, ONE, FOUR = u64(0), u64(1), u64(4)
-    QUIET_LIMIT, FULL_LIMIT = u64(min(32, WINDOW)), u64(WINDOW)
+    ZERO, ONE, FOUR, EIGHT = u64(0), u64(1), u64(4), u64(8)
+    SIXTEEN, THIRTY_TWO, CONTROL = u64(16), u64(32), u64(SCRATCH_CONTROL)
+    QUIET_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(WINDOW)
     GAP, SPECIAL = u64(SCRATCH_GAP), u64(SCRATCH_SPECIAL)
     ENTRY, HEARTBEAT = u64(SCRATCH_ENTRY), u64(SCRATCH_CONTROL + field(HOST_CONTROL, "heartbeat"))
     NEW_LAYOUTS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "layouts"))
@@ -92,6 +97,14 @@ def make_pump(m: Primitives) -> Body:
         turn = ZERO
         spins = ZERO
         if thread == ZERO:
+            # What the host sets before a launch and leaves alone while it lasts; read once.
+            control = load_u64(context + HOST_CONTROL_AT)
+            lease, idle = load_pair_relaxed_sys(control + SIXTEEN)
+            interned, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
+            store_u64(scratch + CONTROL + SIXTEEN, lease)
+            store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
+            store_u64(scratch + CONTROL + THIRTY_TWO, interned)
+            store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
             store_relaxed_sys(report + WORKERS, workers)
             store_relaxed_sys(report + BEGUN, launch)
             store_u32(scratch + GAP, limit)
@@ -247,14 +260,11 @@ def _make_fly(m: Primitives) -> Body:
             # their stamps were acquired in an earlier flight.
             control = load_u64(context + HOST_CONTROL_AT)
             park_request, heartbeat = load_pair_relaxed_sys(control)
-            lease, idle = load_pair_relaxed_sys(control + SIXTEEN)
-            layouts, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
+            if ready != ZERO:
+                layouts, _ = load_pair_relaxed_sys(control + THIRTY_TWO)
+                store_u64(scratch + CONTROL + THIRTY_TWO, layouts)
             store_u64(scratch + CONTROL, park_request)
             store_u64(scratch + CONTROL + EIGHT, heartbeat)
-            store_u64(scratch + CONTROL + SIXTEEN, lease)
-            store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
-            store_u64(scratch + CONTROL + THIRTY_TWO, layouts)
-            store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
         index = thread
         while index < limit:
             position = known + index

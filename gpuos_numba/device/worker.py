@@ -14,6 +14,7 @@ from ..machines.base import Body, Primitives
 from ..protocol import (
     CONTEXT,
     DEVICE_STATE,
+    GROUP,
     LAP_SHIFT,
     MAX_RUN,
     SCRATCH_ARENA,
@@ -55,6 +56,7 @@ def make_worker(m: Primitives) -> Body:
     TO_TILE, HALF, TO_STATE = u64(TILE_SHIFT), u64(32), u64(STATE_SHIFT)
     ENTRY, TASKS, STATUSES = u64(SCRATCH_ENTRY), u64(SCRATCH_TASKS), u64(SCRATCH_STATUS)
     ARENA, RUN_MASK, RUN_LIMIT = u64(SCRATCH_ARENA), u64(MAX_RUN - 1), u64(MAX_RUN)
+    GROUP_LENGTH, GROUP_MASK, SLOT = u64(GROUP), u64(GROUP - 1), u64(2 * GROUP - 1)
     LINK, AFTER_0, AFTER_1 = u64(Flag.LINK), u64(Flag.AFTER_0), u64(Flag.AFTER_1)
     AFTER_ANY = u64(Flag.AFTER_0 | Flag.AFTER_1)
     AFTER_AT, TILES_AT = u64(offset("after")), u64(offset("tiles"))
@@ -93,12 +95,19 @@ def make_worker(m: Primitives) -> Body:
                 step |= HIGH_HALF
             position += step
             first = position
-            stage(context, scratch, mask, position)
+            stage(context, scratch, mask, position, ONE)
             copy_wait()
             barrier()
+            if (load_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF) & LINK != ZERO:
+                # A run: the rest of its first group, and the group after, fly now. What lies behind the run's
+                # end is copied as well and never looked at.
+                stage(context, scratch, mask, position + ONE, GROUP_LENGTH - ONE)
+                copy_wait()
+                barrier()
 
             while True:  # the tasks of a run; one turn where the task stands alone
-                task = scratch + TASKS + (position & ONE) * TASK_SIZE
+                task = scratch + TASKS + (position & SLOT) * TASK_SIZE
+                place = (position - first) & GROUP_MASK
                 head = load_u64(task)
                 op_id = head & LOW_HALF
                 flags = head >> HALF
@@ -115,15 +124,16 @@ def make_worker(m: Primitives) -> Body:
                     store_relaxed_gpu(mine + EIGHT, position)
                     store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
                 tiles = load_u32(task + TILES_AT)
-                if flags & LINK != ZERO:
-                    stage(context, scratch, mask, position + ONE)  # flies while the task runs
+                if place == ZERO and flags & LINK != ZERO:
+                    stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
                 if tiles > mask + ONE:
                     status = BAD_DESCRIPTOR
                 else:
                     status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
                 if status != ZERO:
                     shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
-                copy_wait()
+                if place == GROUP_MASK or flags & LINK == ZERO:
+                    copy_wait()
                 barrier()
                 if flags & LINK == ZERO:
                     break
@@ -204,22 +214,23 @@ def _make_await(m: Primitives) -> Body:
 
 
 def _make_stage(m: Primitives) -> Body:
-    """`stage(context, scratch, mask, position)`: start copying a descriptor to scratch."""
+    """`stage(context, scratch, mask, position, count)`: start copying descriptors to scratch."""
     u64 = m.u64
     thread_index, block_width = m.thread_index, m.block_width
     load_u64, copy_async = m.load_u64, m.copy_async
     DEVICE_RING = u64(field(CONTEXT, "device_ring"))
-    TASKS, TASK_SIZE, CHUNKS = u64(SCRATCH_TASKS), u64(TASK_BYTES), u64(TASK_BYTES // 16)
-    ONE, SIXTEEN = u64(1), u64(16)
+    TASKS, TASK_SIZE, CHUNK_MASK = u64(SCRATCH_TASKS), u64(TASK_BYTES), u64(TASK_BYTES // 16 - 1)
+    TO_TASK, SIXTEEN, SLOT = u64(3), u64(16), u64(2 * GROUP - 1)
+    assert TASK_BYTES // 16 == 1 << 3
 
-    def stage(context: Any, scratch: Any, mask: Any, position: Any) -> None:
+    def stage(context: Any, scratch: Any, mask: Any, position: Any, count: Any) -> None:
         chunk = thread_index()
-        if chunk < CHUNKS:
-            source = load_u64(context + DEVICE_RING) + (position & mask) * TASK_SIZE
-            target = scratch + TASKS + (position & ONE) * TASK_SIZE
-            while chunk < CHUNKS:
-                copy_async(target + chunk * SIXTEEN, source + chunk * SIXTEEN)
-                chunk += block_width()
+        while chunk < count << TO_TASK:
+            at = position + (chunk >> TO_TASK)
+            inside = (chunk & CHUNK_MASK) * SIXTEEN
+            source = load_u64(context + DEVICE_RING) + (at & mask) * TASK_SIZE + inside
+            copy_async(scratch + TASKS + (at & SLOT) * TASK_SIZE + inside, source)
+            chunk += block_width()
 
     return m.device(stage)
 

@@ -266,8 +266,8 @@ def make_fill(m: HostPrimitives) -> Body:
     """`fill(host, tasks, count, position, linked, afters, after_0, after_1)`: write claimed slots.
 
     Sets the flags that depend on positions. linked = 1 chains the tasks: consecutive ones form runs of at
-    most max_run, and the head of each later run waits for the task before it. `afters` says how many of after_0
-    and after_1 hold; a chain's first task waits for them, unlinked tasks all do.
+    most max_run, and the head of each later run waits for the task before it. `afters` says how many of
+    after_0 and after_1 hold; a chain's first task waits for them, unlinked tasks all do.
     """
     u64 = m.u64
     load_u64, store_u64 = m.load_u64, m.store_u64

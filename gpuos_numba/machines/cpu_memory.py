@@ -6,6 +6,7 @@ x86 and Arm give each named ordering at least the strength that the CUDA machine
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -150,6 +151,16 @@ store_f32 = _plain_store(ir.FloatType(), types.float32)
 def device(body: Any) -> Any:
     """Compile a helper that bodies call."""
     return njit(nogil=True, error_model="numpy")(body)
+
+
+@njit(nogil=True, inline="always")
+def out_of_line():
+    pass
+
+
+def external(symbol: str, make: Any) -> Any:
+    """A helper too long to inline into every operator."""
+    return device(make(sys.modules[__name__]))
 
 
 @njit(nogil=True, inline="always")

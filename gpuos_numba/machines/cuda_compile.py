@@ -9,7 +9,6 @@ Pump, worker, switch and each operator are compiled alone and linked. Two ways:
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +22,21 @@ from numba.cuda import types
 
 from ..device import switch
 from ..device.operators import TABLE, Operator
+from ..device.operators.elementwise import make_element_address
 from ..device.pump import make_pump
 from ..device.worker import make_worker
 from ..errors import MachineError
 from ..protocol import SCRATCH_BYTES
-from . import cuda_memory as m
+from . import cuda_memory
 
 # mypy: disable-error-code="no-untyped-call"
 
+m: Any = cuda_memory
 PUMP, WORKER = "gpuos_pump", "gpuos_worker"
 PUMP_SIGNATURE = types.int32(*[types.uint64] * 3)
 WORKER_SIGNATURE = types.int32(*[types.uint64] * 4)
+EXTERNALS = {"gpuos_element_address": make_element_address}
+"""Helpers that are called, never inlined."""
 OLDEST = (8, 0)
 """sm_80: cp.async, and nanosleep and scoped memory operations before it."""
 
@@ -65,14 +68,12 @@ class Generation:
     """An executor with a set of operators, ready to load.
 
     Attributes:
-        cubin: machine code for one target.
-        entry: mangled name of the kernel.
+        cubin: machine code for one target, with one kernel.
         capability: the target, (major, minor).
         log: what the linker said, with registers and spills.
     """
 
     cubin: bytes
-    entry: str
     capability: tuple[int, int]
     log: str
 
@@ -177,19 +178,19 @@ def build(capability: tuple[int, int], threads: int = 256, link: str = "lto") ->
     operators = tuple(TABLE.values())
     arch = f"sm_{capability[0]}{capability[1]}"
     output = "ltoir" if link == "lto" else "ptx"
-    kernel_ptx = compile_kernel(capability, threads, "ptx")
-    entry = re.search(r"\.entry\s+(\S+?)\(", kernel_ptx)
-    if entry is None:
-        raise MachineError("numba-cuda produced a kernel without an entry point; is its version supported?")
     parts = [
-        compile_kernel(capability, threads, output) if link == "lto" else kernel_ptx,
+        compile_kernel(capability, threads, output),
         compile_pump(capability, output),
         compile_worker(capability, output),
         compile_switch(operators, capability, output),
+        *(
+            _compile(make(m), m.EXTERNAL_SIGNATURE, symbol, capability, output)
+            for symbol, make in EXTERNALS.items()
+        ),
         *(compile_operator(operator, capability, output) for operator in operators),
     ]
     wrap = ObjectCode.from_ltoir if link == "lto" else (lambda ptx: ObjectCode.from_ptx(ptx.encode()))
     options = LinkerOptions(arch=arch, link_time_optimization=link == "lto", ptxas_options=["-v"])
     linker = Linker(*[wrap(part) for part in parts], options=options)
     cubin = linker.link("cubin")
-    return Generation(bytes(cubin.code), entry.group(1), capability, linker.get_info_log())
+    return Generation(bytes(cubin.code), capability, linker.get_info_log())

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ...descriptor import Flag, layout_offset, offset
+from ...descriptor import LAYOUT_BYTES, Flag, layout_offset, offset
 from ...machines.base import Body, Primitives
 from ...protocol import CONTEXT, field
-from ...descriptor import LAYOUT_BYTES, MAX_INPUTS
 
 F32_BYTES = 4
+Array = Any
+"""numpy.ndarray of f32, or a scalar of it."""
 
 
 def make_tile_range(m: Primitives) -> Body:
-    """`tile_range(count, tiles, tile) -> (begin, end)`: which elements a tile covers; starts are 16-byte aligned."""
+    """`tile_range(count, tiles, tile) -> (begin, end)`: the elements of a tile; starts are 16-byte aligned."""
     u64, divide = m.u64, m.divide
     ZERO, ONE, TWO, THREE = u64(0), u64(1), u64(2), u64(3)
 
@@ -45,12 +46,13 @@ def make_element_address(m: Primitives) -> Body:
     Strides are two's complement words: a negative one wraps to the right address.
     """
     u64 = m.u64
-    load_u64, load_u32, divide = m.load_u64, m.load_u32, m.divide
+    load_u64, load_u32, divide, out_of_line = m.load_u64, m.load_u32, m.divide, m.out_of_line
     NDIM, SHAPE = u64(layout_offset("ndim")), u64(layout_offset("shape"))
     STRIDES, ZERO, ONE, EIGHT = u64(layout_offset("strides")), u64(0), u64(1), u64(8)
     ELEMENT = u64(F32_BYTES)
 
     def element_address(layout: Any, base: Any, index: Any) -> Any:
+        out_of_line()
         dim = load_u32(layout + NDIM)
         steps = ZERO
         while dim > ZERO:
@@ -61,7 +63,7 @@ def make_element_address(m: Primitives) -> Body:
             index = rest
         return base + steps * ELEMENT
 
-    return m.device(element_address)
+    return element_address
 
 
 def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
@@ -73,16 +75,16 @@ def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
     thread_index, block_width = m.thread_index, m.block_width
     load_u64, load_u32, load_f32, store_f32 = m.load_u64, m.load_u32, m.load_f32, m.store_f32
     load_f32x4, store_f32x4, load_scratch_f32 = m.load_f32x4, m.store_f32x4, m.load_scratch_f32
-    tile_range, element_address = make_tile_range(m), make_element_address(m)
+    tile_range = make_tile_range(m)
+    element_address = m.external("gpuos_element_address", make_element_address)
     function = m.device(function)
 
     INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
     TILES, SCALARS, LAYOUTS_AT = u64(offset("tiles")), u64(offset("scalars")), u64(offset("layouts"))
     LAYOUTS, LAYOUT_SIZE = u64(field(CONTEXT, "layouts")), u64(LAYOUT_BYTES)
     STRIDED = u64(Flag.STRIDED)
-    ZERO, ONE, TWO, THREE, FOUR, EIGHT = u64(0), u64(1), u64(2), u64(3), u64(4), u64(8)
-    FIFTEEN, SIXTEEN, HALF, SLOT_MASK = u64(15), u64(16), u64(32), u64(0xFFFF)
-    TO_SECOND, TO_OUTPUT = u64(16), u64(16 * MAX_INPUTS)
+    ZERO, TWO, FOUR, EIGHT = u64(0), u64(2), u64(4), u64(8)
+    FIFTEEN, HALF, SLOT_MASK, TO_SECOND = u64(15), u64(32), u64(0xFFFF), u64(16)
     OK = np.int32(0)
     NOTHING = f32(0)
     takes_x, takes_y = arity > 0, arity > 1
@@ -204,7 +206,7 @@ def make_copy(m: Primitives) -> Body:
     return make_elementwise(m, 1, copy)
 
 
-def spec_copy(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def spec_copy(a: Array) -> Array:
     return a.copy()
 
 
@@ -215,7 +217,7 @@ def make_fill(m: Primitives) -> Body:
     return make_elementwise(m, 0, fill)
 
 
-def spec_fill(shape: tuple[int, ...], value: float) -> np.ndarray[Any, Any]:
+def spec_fill(shape: tuple[int, ...], value: float) -> Array:
     return np.full(shape, value, np.float32)
 
 
@@ -226,7 +228,7 @@ def make_add(m: Primitives) -> Body:
     return make_elementwise(m, 2, add)
 
 
-def spec_add(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def spec_add(a: Array, b: Array) -> Array:
     return np.add(a, b)
 
 
@@ -237,7 +239,7 @@ def make_sub(m: Primitives) -> Body:
     return make_elementwise(m, 2, sub)
 
 
-def spec_sub(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def spec_sub(a: Array, b: Array) -> Array:
     return np.subtract(a, b)
 
 
@@ -248,7 +250,7 @@ def make_mul(m: Primitives) -> Body:
     return make_elementwise(m, 2, mul)
 
 
-def spec_mul(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def spec_mul(a: Array, b: Array) -> Array:
     return np.multiply(a, b)
 
 
@@ -259,7 +261,7 @@ def make_div(m: Primitives) -> Body:
     return make_elementwise(m, 2, div)
 
 
-def spec_div(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def spec_div(a: Array, b: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         return np.divide(a, b)
 
@@ -274,5 +276,5 @@ def make_relu(m: Primitives) -> Body:
     return make_elementwise(m, 1, relu)
 
 
-def spec_relu(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def spec_relu(a: Array) -> Array:
     return np.where(a < 0, np.float32(0), a)
