@@ -156,7 +156,10 @@ def compile_kernel(capability: tuple[int, int], threads: int, output: str = "ptx
         abi="numba",
         cc=capability,
         output=output,
-        launch_bounds=threads,
+        launch_bounds=(
+            threads,
+            1,
+        ),  # one block a multiprocessor: registers are there, spills cost a trip each
     )
     return code
 

@@ -55,6 +55,8 @@ def _explore(machine: Machine, limit: int, liveness: bool) -> Explored:
     try:
         start = machine.start_state()
     except (Violation, Blunder) as problem:
+        if machine.grown:
+            raise Restart from problem
         raise Found(f"{type(problem).__name__}: {problem}", []) from problem
     number = {hash(machine.canonical(start)): 0}
     parents, movers = array("l", [-1]), [(-1, None)]
@@ -73,7 +75,9 @@ def _explore(machine: Machine, limit: int, liveness: bool) -> Explored:
             except Restart:
                 raise
             except (Violation, Blunder, AssertionError, KeyError) as problem:
-                trace = _trace(machine, start, parents, movers, at) + [_label(machine, state, mover)]
+                if machine.grown:
+                    raise Restart from problem  # it is real, but the steps of its trace would be others
+                trace = [*_trace(machine, start, parents, movers, at), _label(machine, state, mover)]
                 raise Found(f"{type(problem).__name__}: {problem}", trace) from problem
             key = hash(canonical(reached))
             to = number.get(key)

@@ -50,7 +50,21 @@ from gpuos_numba.protocol import (
 from . import bodies
 
 LOAD, STORE, ADD, MAX, CAS, FENCE, FENCE_SC, DISPATCH, OBSERVE, LAUNCH, GATE, NOW, POSITION = range(13)
-NAMES = ["load", "store", "add", "max", "cas", "fence", "fence_sc", "dispatch", "observe", "launch", "gate", "now", "position"]
+NAMES = [
+    "load",
+    "store",
+    "add",
+    "max",
+    "cas",
+    "fence",
+    "fence_sc",
+    "dispatch",
+    "observe",
+    "launch",
+    "gate",
+    "now",
+    "position",
+]
 RELAXED, ORDERED, PLAIN = 0, 1, 2  # ORDERED: an acquire load, a release store, an acquire-release update
 ORDERS = ("relaxed", "ordered", "plain")
 
@@ -140,6 +154,7 @@ class Scenario:
     lease: bool = False  # the lease may end at any turn
     leases: int = 1  # of so many launches
     waits: bool = True  # producers wait for their tasks and look at the result; else they submit and leave
+    polls: bool = False  # as `waits`, but what the first look finds counts
     linked: bool = False
     keeper: bool = False
     park_request: bool = False  # one more host thread asks the first launch to park
@@ -646,7 +661,7 @@ class Machine:
     def _settle(self, s: list[Any], actor: int) -> None:
         """Let an actor run up to its next scheduling point."""
         node = self.nodes[s[self.NODE + actor]]
-        self._last_data = -1
+        self._last_data = NO_CELL
         taken = 0
         while node.op is not None:
             if self.is_step(s, actor, node.op):
@@ -758,7 +773,7 @@ class Machine:
         if cell >= 0:
             if self.is_data[cell]:
                 return self._data(s, actor, kind, cell, word, op)
-            self._last_data = -1
+            self._last_data = NO_CELL
             if order == PLAIN and cell not in self.loose:
                 raise Violation(f"plain access to the shared word {self.names[cell]}")
             self._touch(actor, kind, cell)
@@ -800,7 +815,7 @@ class Machine:
                 s[self.message[cell]] |= s[self.FENCED + actor]
             self._write(s, actor, cell, value, s[self.message[cell]])
             return answer
-        self._last_data = -1
+        self._last_data = NO_CELL
         if kind in (FENCE, FENCE_SC):
             s[self.KNOWN + actor] |= s[self.HEARD + actor]
             s[self.FENCED + actor] = s[self.KNOWN + actor]
@@ -1085,5 +1100,6 @@ class Machine:
         )
 
 
+NO_CELL = 1 << 30
 FENCE_MARK = (-1, 0, 0, True)
 _run_code = Machine._run.__code__

@@ -46,6 +46,7 @@ def make_producer(m: Any, ring: ModuleType, machine: Any) -> Any:
     ZERO, ONE, RANGES, SLOTS = u64(0), u64(1), m.private, u64(8)
     NEVER = u64((1 << 64) - 1)
     PARKED = u64(ring.PARKED)
+    polls, PENDING = machine.scenario.polls, u64(ring.PENDING_STATUS)
     tasks, waits = machine.scenario.tasks, machine.scenario.waits
     linked = u64(machine.scenario.linked)
 
@@ -76,6 +77,11 @@ def make_producer(m: Any, ring: ModuleType, machine: Any) -> Any:
             for position, count in ranges:
                 end = position + count
                 at = position
+                while polls and at != end:
+                    status = status_of(host, at)
+                    if status != PENDING:
+                        m.observe(at, status)
+                        at = at + ONE
                 while at != end:
                     answer, at = wait_range(host, at, end, NEVER)
                     if answer == PARKED:

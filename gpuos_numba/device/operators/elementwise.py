@@ -21,7 +21,7 @@ Array = Any
 
 
 def make_tile_range(m: Primitives) -> Body:
-    """`tile_range(count, tiles, tile) -> (begin, end)`: the elements of a tile; starts are 16-byte aligned."""
+    """`tile_range(count, tiles, tile) -> (begin, end)`: a tile's elements; starts are 16-byte aligned."""
     u64, divide = m.u64, m.divide
     ZERO, ONE, TWO, THREE = u64(0), u64(1), u64(2), u64(3)
 
