@@ -538,7 +538,7 @@ class Runtime:
     def _afters(self, after: Ticket | Sequence[Ticket] | None) -> tuple[int, int, int]:
         if after is None:
             return 0, 0, 0
-        tickets = (after,) if isinstance(after, Ticket) else tuple(after)
+        tickets = tuple(after) if isinstance(after, Iterable) else (after,)
         positions = []
         for ticket in tickets:
             if not isinstance(ticket, Ticket) or ticket._runtime is not self:
@@ -635,7 +635,8 @@ class Runtime:
                     afters, after_0 = 1, (ranges[-1][0] + ranges[-1][1] - 1) & MASK_64
             if nobody_serves:
                 self._keeper.ensure_served()
-            elif not done and time.monotonic_ns() >= deadline:
+            # Still parked after that: launches are held back, and the deadline holds all the same.
+            if not done and time.monotonic_ns() >= deadline and (not nobody_serves or self._keeper.parked):
                 raise QueueFull(
                     f"the ring of {self.config.capacity} slots stayed full for {timeout_s} s; "
                     f"{sent} of {count} tasks are enqueued: wait for tickets, or raise capacity or timeout_s"
