@@ -449,7 +449,7 @@ def test_many_producers_each_task_once(machine: str, arrays: Any, capacity: int)
         np.testing.assert_array_equal(arrays.to_host(counts), np.ones(threads * each))
         positions = [[ticket.position for ticket in mine] for mine in tickets]
         assert all(mine == sorted(mine) for mine in positions)
-        assert sorted((p for mine in positions for p in mine)) == list(range(threads * each))
+        assert sorted(p for mine in positions for p in mine) == list(range(threads * each))
         stats = rt.stats()
         assert stats.submitted == stats.completed == stats.ingested == threads * each
         assert stats.failed == stats.queue_depth == 0
