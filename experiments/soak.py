@@ -23,7 +23,7 @@ import gpuos_numba as gpuos
 
 from .harness import Results, Row
 
-PRODUCERS, ARRAYS, LAPS, ELEMENTS = 4, 64, 64, 256
+PRODUCERS, ARRAYS, LAPS, ELEMENTS = 4, 64, 256, 256
 WRAP = 1 << 20  # an array counts to here, then is filled with 0; f32 counts exactly to 2^24
 
 

@@ -106,7 +106,8 @@ class Batch:
         self._owners = owners  # the arrays of each task
         self._walks = walks  # of each task: None, or [(dtype, shape, strides), ...] in layout order
         self._epoch = -1
-        self._streams: list[int] = []
+        self._sources: dict[type, Any] = {}  # one array of each library, and below the streams they name
+        self._streams: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -114,13 +115,15 @@ class Batch:
     def __getitem__(self, which: slice) -> Batch:
         if not isinstance(which, slice):
             raise ArgumentError(f"batch[{which!r}]: take a slice, such as batch[{which!r}:{which!r}+1]")
-        return Batch(
+        part = Batch(
             self.tasks[which].copy(),
             self.operator,
             self.outputs[which],
             self._owners[which],
             self._walks[which],
         )
+        part._sources, part._streams = self._sources, self._streams
+        return part
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
@@ -128,13 +131,17 @@ class Batch:
         if not batches:
             raise ArgumentError("Batch.concatenate([]): give at least one batch")
         names = {batch.operator for batch in batches}
-        return Batch(
+        whole = Batch(
             np.concatenate([batch.tasks for batch in batches]),
             names.pop() if len(names) == 1 else "batch",
             [output for batch in batches for output in batch.outputs],
             [owner for batch in batches for owner in batch._owners],
             [walk for batch in batches for walk in batch._walks],
         )
+        for batch in batches:
+            whole._sources |= batch._sources
+            whole._streams |= batch._streams
+        return whole
 
 
 class _PerThread(threading.local):
@@ -270,7 +277,10 @@ class Runtime:
         after: Ticket | Sequence[Ticket] | None = None,
         **scalars: float,
     ) -> Ticket | None:
-        """Like `submit`, but None at once where the ring is full."""
+        """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
+        for ticket in (after,) if isinstance(after, Ticket) else after or ():
+            if isinstance(ticket, Ticket) and len(ticket) > 1 and not ticket._linked and not ticket.done:
+                return None
         try:
             return self._submit_one(op, inputs, out, after, 0.0, scalars)
         except QueueFull:
@@ -291,7 +301,8 @@ class Runtime:
             streams.update(view.stream for view in views if view.stream is not None)
         tasks = np.frombuffer(b"".join(records), TASK).copy()
         batch = Batch(tasks, op, outputs, owners, walks)
-        batch._streams = list(streams)
+        batch._streams = streams
+        batch._sources = {type(owner): owner for group in owners for owner in group}
         return batch
 
     def submit_batch(
@@ -312,7 +323,7 @@ class Runtime:
         if len(batch) == 0:
             raise ArgumentError("an empty batch: give it at least one call")
         if self._settle:
-            self._machine.settle([owner for owners in batch._owners[:1] for owner in owners], batch._streams)
+            self._machine.settle(list(batch._sources.values()), list(batch._streams))
         out = batch.outputs
         if not any(walk is not None for walk in batch._walks):
             return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
@@ -547,7 +558,7 @@ class Runtime:
                 # The last task of an unlinked batch may be done before others: wait for those here.
                 if ticket.done:
                     continue
-                if not getattr(ticket, "_linked", False):
+                if not ticket._linked:
                     ticket.wait()
                     continue
             positions.append(ticket.position)
@@ -646,6 +657,7 @@ class Runtime:
         if len(self._held) > 1024:
             self._tidy()
         ticket = Ticket(self, operator, ranges, out)
+        ticket._linked = linked
         return ticket
 
     # --- the way back ---

@@ -328,13 +328,24 @@ def _make_hand_out(m: Primitives) -> Body:
     META, FLOOR = u64(SCRATCH_META), u64(SCRATCH_FLOOR)
 
     def make_room(
-        context: Any, scratch: Any, mask: Any, items: Any, wanted: Any, floor: Any, retired: Any
+        context: Any,
+        scratch: Any,
+        mask: Any,
+        position: Any,
+        items: Any,
+        wanted: Any,
+        floor: Any,
+        retired: Any,
     ) -> Any:
         """Wait until `wanted` more items fit, by following completions; they need nothing from the pump."""
         if thread_index() == ZERO:
             done = load_u64(context + DEVICE_DONE)
             ends = load_u64(context + ITEM_ENDS)
             spins = ZERO
+            # Its slot was claimed again, so the position a lap before the one handed out now has completed,
+            # and all before it. Their item ends are overwritten; its own is the oldest that still stands.
+            if position - retired > mask + ONE:
+                retired = position - (mask + ONE)
             while items + wanted - floor > (mask + ONE) + (mask + ONE):
                 slot = (retired & mask) * EIGHT
                 target = (retired + ONE) << STATUS_SHIFT
@@ -376,7 +387,7 @@ def _make_hand_out(m: Primitives) -> Body:
 
         if special == ZERO:  # one item a task
             if items + ready - floor > queue_length:
-                floor, retired = make_room(context, scratch, mask, items, ready, floor, retired)
+                floor, retired = make_room(context, scratch, mask, cursor, items, ready, floor, retired)
             index = thread
             while index < ready:
                 item = items + index
@@ -400,7 +411,9 @@ def _make_hand_out(m: Primitives) -> Body:
                     if tiles == ZERO or tiles > mask + ONE:
                         tiles = ONE  # too many for the queue: the worker answers BAD_DESCRIPTOR
                     if items + tiles - floor > queue_length:
-                        floor, retired = make_room(context, scratch, mask, items, tiles, floor, retired)
+                        floor, retired = make_room(
+                            context, scratch, mask, position, items, tiles, floor, retired
+                        )
                     tile = thread
                     while tile < tiles:
                         item = items + tile

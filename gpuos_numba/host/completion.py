@@ -52,13 +52,14 @@ class Ticket:
         operator: name of the operator, for messages.
     """
 
-    __slots__ = ("_out", "_ranges", "_runtime", "_status", "operator")
+    __slots__ = ("_linked", "_out", "_ranges", "_runtime", "_status", "operator")
 
     def __init__(self, runtime: Waiter, operator: str, ranges: list[tuple[int, int]], out: Any) -> None:
         self._runtime = runtime
         self._ranges = ranges
         self._out = out
         self._status: Status | int | None = None
+        self._linked = False  # the last task completes last
         self.operator = operator
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,13 @@ def _check(result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
+def _free_host(driver: Any, context: Any, pinned: int, device: Any) -> None:
+    driver.cuCtxPushCurrent(context)
+    driver.cuMemFreeHost(pinned)
+    driver.cuCtxPopCurrent()
+    driver.cuDevicePrimaryCtxRelease(device)
+
+
 class CudaMachine:
     """See `base.Machine`. Raises MachineError where no suitable GPU, driver or toolchain is found."""
 
@@ -97,6 +105,11 @@ class CudaMachine:
         with self._current():
             self._allocate(config)
             self._load(generation)
+        # Tickets and stats read the done words after close(): they go with the last who can ask.
+        finalizer = weakref.finalize(
+            self, _free_host, driver, self._context_handle, self._pinned, self._handle
+        )
+        finalizer.atexit = False
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -236,7 +249,5 @@ class CudaMachine:
         with self._current():
             _check(driver.cuLibraryUnload(self._library))
             _check(driver.cuMemFree(self._memory))
-            _check(driver.cuMemFreeHost(self._pinned))
             _check(driver.cuStreamDestroy(self._stream))
             _check(driver.cuStreamDestroy(self._copies))
-        driver.cuDevicePrimaryCtxRelease(self._handle)
