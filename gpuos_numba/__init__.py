@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from . import testing
 from .config import Config
 from .descriptor import DType, Status
 from .device.operators import TABLE, Operator
@@ -66,4 +67,5 @@ __all__ = [
     "UnknownOperatorError",
     "WaitTimeout",
     "operators",
+    "testing",
 ]

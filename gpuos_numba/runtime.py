@@ -213,7 +213,7 @@ class Runtime:
         self._closed = False
         self._host = ring.compiled()
         self._machine = _make_machine(machine, device, self.config)
-        self.machine = self._machine.name
+        self.machine, self.device = self._machine.name, device
         self.device_name = self._machine.device_name
         arrays = self._machine.arrays
         self._address = arrays.address
