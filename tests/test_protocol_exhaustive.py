@@ -1,20 +1,22 @@
 """The real bodies of ring, pump and worker under every interleaving of their memory operations.
 
-Capacity 2, up to 2 producers, pump, 2 workers, park and relaunch included. What is explored whole, and what not:
+Capacity 2, up to 2 producers, pump, 2 workers, park and relaunch included. What is explored whole, and what
+not:
 
-- `LARGE["two producers, two workers"]` is the full cast with one task each that nobody waits for, the park and relaunch
-  race included (several hundred thousand states; slow). Two tasks each for the full cast is too big; it is taken apart
-  into the host's half (two producers with two tasks each: full ring, retire, failures, laps, wrapping positions)
-  before two abstract servers, and launches that serve up to three tasks of one or two producers.
-- Polite waiting (`pause`) and time-outs never expire here. Idle limits expire as soon as they may, leases at any
-  turn of the first launch.
-- "stores late" scenarios let every store to a shared word stay unseen past later operations, as far as releases and
-  fences allow; the other scenarios interleave operations one after another. In all of them descriptors, results and
-  the pump's own words are checked for races: an access must be ordered after the ones it conflicts with by
-  release and acquire alone. Loads are never reordered.
+- `LARGE["two producers, two workers"]` is the full cast with one task each that nobody waits for, the park
+  and relaunch race included (several hundred thousand states; slow). Two tasks each for the full cast is
+  too big; it is taken apart into the host's half (two producers with two tasks each: full ring, retire,
+  failures, laps, wrapping positions) before two abstract servers, and launches that serve up to three tasks
+  of one or two producers.
+- Polite waiting (`pause`) and time-outs never expire here. Idle limits expire as soon as they may, leases
+  at any turn of the first launch.
+- "stores late" scenarios let every store to a shared word stay unseen past later operations, as far as
+  releases and fences allow; the other scenarios interleave operations one after another. In all of them
+  descriptors, results and the pump's own words are checked for races: an access must be ordered after the
+  ones it conflicts with by release and acquire alone. Loads are never reordered.
 
-In every state: nothing torn, overwritten, run twice, handed out of order, reported early or with a wrong status.
-From every state: all tasks can still complete.
+In every state: nothing torn, overwritten, run twice, handed out of order, reported early or with a wrong
+status. From every state: all tasks can still complete.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from __future__ import annotations
 import pytest
 
 from gpuos_numba.host import ring
-from tests.protocol import bodies
+from tests.protocol import bodies, threads
 from tests.protocol.explore import Found, explore, walk
 from tests.protocol.model import MASK_64, U64, Blunder, Scenario, TaskSpec
-from tests.protocol.scenarios import LARGE, SMALL, TASK
+from tests.protocol.scenarios import LARGE, ONE_EACH, SMALL, TASK
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -51,10 +53,19 @@ def test_a_launch_without_a_watch_leaves_a_task_behind_when_its_lease_ends() -> 
         explore(Scenario((TASK,), (((0,),),), workers=1, waits=False, idle=False, lease=True))
 
 
+def test_a_launch_must_be_counted_before_it_runs() -> None:
+    """Why host/lease.py adds to `enqueued` first: else the launch could park before producers expect it."""
+    with pytest.raises(Found, match="stranded"):
+        explore(Scenario((TASK, TASK), ONE_EACH, workers=1, waits=False, late_start=False, counts_late=True))
+
+
 def test_a_place_in_a_body_holds_no_result_that_the_model_does_not_see() -> None:
     """No statement makes an access while the result of an earlier one waits on the evaluation stack."""
     for name in bodies.MODULES:
         assert list(bodies.held_results(bodies.source_of(name))) == []
+    with open(threads.__file__, encoding="utf-8") as file:
+        assert list(bodies.held_results(file.read())) == []
+    assert list(bodies.held_results("if load_relaxed_a(x) == load_relaxed_a(y): pass"))
 
 
 def test_the_model_is_as_strict_as_numba() -> None:

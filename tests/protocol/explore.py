@@ -39,8 +39,8 @@ def explore(
 ) -> Explored:
     """Breadth first through all interleavings. Raises `Found` where a property does not hold.
 
-    `liveness`: from every state, a state in which every task has completed must be reachable. Under a fair scheduler
-    that is "no task is ever stranded, nothing deadlocks", and it holds or not whatever polls in circles.
+    `liveness`: from every state, a state in which every task has completed must be reachable. Under a fair
+    scheduler that is "no task is ever stranded, nothing deadlocks", whatever polls in circles meanwhile.
     """
     machine = Machine(scenario, *mutations)
     while True:

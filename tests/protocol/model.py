@@ -9,8 +9,8 @@ tuple of integers (memory, knowledge, the node of each actor, the ghost state th
 which can be copied, hashed and explored.
 
 Two kinds of shared words:
-- *atomic* words (stamps, claimed, retired, done words, queue, tickets, parked, ...): each operation on one that
-  another actor also uses is a scheduling point;
+- *atomic* words (stamps, claimed, retired, done words, queue, tickets, parked, ...): each operation on one
+  that another actor also uses is a scheduling point;
 - *data* (descriptors, results, the pump's words between launches): no scheduling points. Instead every
   access must be ordered after the accesses it conflicts with by release and acquire alone ("knowledge"
   below), so that a missing release, acquire or fence is a violation even in an interleaving in which
@@ -92,7 +92,7 @@ class Restart(Exception):
 
 
 class U64(int):
-    """An unsigned 64-bit integer that wraps, and refuses to be mixed with plain integers, as Numba would not."""
+    """An unsigned 64-bit integer that wraps. Mixed with a plain integer, Numba would promote it: an error."""
 
     __slots__ = ()
 
@@ -157,6 +157,9 @@ class Scenario:
     polls: bool = False  # as `waits`, but what the first look finds counts
     linked: bool = False
     keeper: bool = False
+    looker: bool = False
+    spare: bool = False  # one more host thread queues a launch at any moment
+    counts_late: bool = False  # a mutation of the model's host: it launches, then counts the launch
     park_request: bool = False  # one more host thread asks the first launch to park
     served: bool = False  # two abstract servers instead of launches: the host's half of the ring alone
     launched: bool = True  # one launch is already running
@@ -169,19 +172,21 @@ class Scenario:
 class Machine:
     """A scenario, the bodies it runs, and the meaning of every operation on the flat state."""
 
-    def __init__(self, scenario: Scenario, *mutations: bodies.Mutation) -> None:
+    def __init__(self, scenario: Scenario, *mutations: bodies.Mutation, all_steps: bool = False) -> None:
         self.scenario = scenario
         self.mutations = mutations
         self.n = len(scenario.tasks)
         self._address_map()
-        # Which actors load and store each atomic cell, as far as known. A step that no living actor's later steps
-        # conflict with need not be interleaved with anything.
+        # Which actors load and store each atomic cell, as far as known. A step that no living actor's later
+        # steps conflict with need not be interleaved with anything.
         self.loaders, self.storers = [0] * self.cells, [0] * self.cells
         self.grown = False
         self.forced: set[int] = set()
         self._primitives()
         self._actors()
         self._layout_state()
+        if all_steps:
+            self.forced = {cell for cell in range(self.cells) if not self.is_data[cell]}
 
     # ------------------------------------------------------------------ memory
 
@@ -579,6 +584,12 @@ class Machine:
         if scenario.park_request:
             self.entries.append((threads.make_parker(m, host, self), (self.host,)))
             self.actor_names.append("parker")
+        if scenario.spare:
+            self.entries.append((threads.make_spare(m, host, self), (self.host,)))
+            self.actor_names.append("spare")
+        if scenario.looker:
+            self.entries.append((threads.make_looker(m, host, self), (self.host,)))
+            self.actor_names.append("looker")
         if scenario.keeper:
             self.entries.append((threads.make_keeper(m, host, self), (self.host,)))
             self.actor_names.append("keeper")
@@ -596,7 +607,7 @@ class Machine:
     def _layout_state(self) -> None:
         cells, actors = self.cells, self.actors
         data = [cell for cell in range(cells) if self.is_data[cell]]
-        # Knowledge: one bit for "the latest write of this data cell", one an actor for "its latest read of it".
+        # Knowledge: a bit for "the latest write of this data cell", one an actor for "its latest read of it".
         self.bit = {cell: number * (actors + 1) for number, cell in enumerate(data)}
         self.bits = {cell: ((1 << (actors + 1)) - 1) << self.bit[cell] for cell in data}
         self.worker_bits = (

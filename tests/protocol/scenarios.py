@@ -1,4 +1,4 @@
-"""The configurations that are explored whole. Names say who takes part: producers, workers, what is special."""
+"""The configurations that are explored whole. Names say who takes part and what is special."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ SMALL = {
     "lease": Scenario((TASK,), (((0,),),), idle=False, lease=True),
     "lease, unwatched, a keeper": Scenario(
         (TASK,), (((0,),),), workers=1, waits=False, idle=False, lease=True, keeper=True
+    ),
+    "a spare launch": Scenario((TASK,), (((0,),),), workers=1, waits=False, spare=True),
+    "a spare launch, lease": Scenario(
+        (TASK,), (((0,),),), workers=1, idle=False, lease=True, leases=2, spare=True
     ),
     "park request": Scenario((TASK, TASK), (((0, 1),),), workers=1, idle=False, park_request=True),
     # Stores that others see late.

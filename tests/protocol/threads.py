@@ -24,15 +24,20 @@ def make_launch(m: Any, ring: ModuleType, machine: Any) -> Any:
         m.load_acquire_sys,
     )
     nobody_serves, lock, enqueued_at = ring.make_nobody_serves(m), machine.launch_lock, machine.enqueued
+    counts_late = machine.scenario.counts_late
     ZERO, ONE = u64(0), u64(1)
 
     def launch(host: Any) -> None:
         while compare_and_swap(lock, ZERO, ONE) == ZERO:
             pass
         if nobody_serves(host) != ZERO:
+            # Counted first: a launch that runs before it is counted could park unnoticed.
             enqueued = load_acquire_sys(enqueued_at)
+            if counts_late:
+                m.launch()
             store_release_sys(enqueued_at, enqueued + ONE)
-            m.launch()
+            if not counts_late:
+                m.launch()
         store_release_sys(lock, ZERO)
 
     return launch
@@ -94,8 +99,77 @@ def make_producer(m: Any, ring: ModuleType, machine: Any) -> Any:
     return producer
 
 
+def make_stepper(m: Any, ring: ModuleType, machine: Any) -> Any:
+    """`stepper(host, batches)`: a producer that waits to be told before it claims and before it publishes."""
+    u64 = m.u64
+    try_claim, fill, publish = ring.make_try_claim(m), ring.make_fill(m), ring.make_publish(m)
+    retire, nobody_serves = ring.make_retire(m), ring.make_nobody_serves(m)
+    launch = make_launch(m, ring, machine)
+    ZERO, CLAIM, PUBLISH = u64(0), 1, 2
+
+    def stepper(host: Any, batches: Any) -> None:
+        for batch in batches:
+            source = machine.task_at + u64(batch[0] * TASK_BYTES)
+            left = u64(len(batch))
+            while left != ZERO:
+                m.gate(CLAIM)
+                position, granted = try_claim(host, left)
+                if granted == ZERO:
+                    retire(host)
+                    if nobody_serves(host) != ZERO:
+                        launch(host)
+                    continue
+                fill(host, source, granted, position, ZERO, ZERO, ZERO, ZERO)
+                m.gate(PUBLISH)
+                if publish(host, position, granted) != ZERO:
+                    launch(host)
+                left = left - granted
+                source = source + granted * u64(TASK_BYTES)
+
+    return stepper
+
+
+def make_spare(m: Any, ring: ModuleType, machine: Any) -> Any:
+    """`spare(host)`: queues a launch behind the one that runs, at any moment, needed or not."""
+    u64, compare_and_swap, store_release_sys, load_acquire_sys = (
+        m.u64,
+        m.compare_and_swap,
+        m.store_release_sys,
+        m.load_acquire_sys,
+    )
+    lock, enqueued_at = machine.launch_lock, machine.enqueued
+    ZERO, ONE = u64(0), u64(1)
+
+    def spare(host: Any) -> None:
+        while compare_and_swap(lock, ZERO, ONE) == ZERO:
+            pass
+        enqueued = load_acquire_sys(enqueued_at)
+        store_release_sys(enqueued_at, enqueued + ONE)
+        m.launch()
+        store_release_sys(lock, ZERO)
+
+    return spare
+
+
+def make_looker(m: Any, ring: ModuleType, machine: Any) -> Any:
+    """`looker(host)`: looks at the tickets that it is told to look at, whenever it is told."""
+    status_of, PENDING, LOOK = ring.make_status_of(m), m.u64(ring.PENDING_STATUS), 3
+    nobody_serves, launch, ZERO = ring.make_nobody_serves(m), make_launch(m, ring, machine), m.u64(0)
+
+    def looker(host: Any) -> None:
+        while True:
+            position = m.gate(LOOK)
+            status = status_of(host, position)
+            if status != PENDING:
+                m.observe(position, status)
+            elif nobody_serves(host) != ZERO:
+                launch(host)  # as whoever waits for a ticket does
+
+    return looker
+
+
 def make_server(m: Any, ring: ModuleType, machine: Any) -> Any:
-    """`server(host, first)`: stands for pump and workers. Serves every second position, so two end out of order."""
+    """`server(host, first)`: stands for pump and workers. Two of them take turns and end out of order."""
     u64, load_acquire, store_release = m.u64, m.load_acquire_sys, m.store_release_sys
     ZERO, TWO, EIGHT, SIXTEEN, SHIFT = u64(0), u64(2), u64(8), u64(16), u64(8)
     ONE, TASK_SIZE, STAGED = u64(1), u64(TASK_BYTES), m.scratch
@@ -132,7 +206,7 @@ def make_parker(m: Any, ring: ModuleType, machine: Any) -> Any:
 
 
 def make_keeper(m: Any, ring: ModuleType, machine: Any) -> Any:
-    """`keeper(host)`: the host's watch, which looks from time to time whether something waits for a launch."""
+    """`keeper(host)`: the host's watch, which looks from time to time whether a launch is needed."""
     launch, nobody_serves = make_launch(m, ring, machine), ring.make_nobody_serves(m)
     load_acquire, claimed_at, retired_at = m.load_acquire_sys, machine.claimed_at, machine.retired_at
     retire, ZERO = ring.make_retire(m), m.u64(0)
