@@ -33,6 +33,8 @@ class Primitives(Protocol):
     Shared-memory words (`load_u64` and friends on scratch addresses) are plain: `barrier` orders them.
     """
 
+    def __hash__(self) -> int: ...
+
     u64: Any
     """Constructor of unsigned 64-bit values."""
     f32: Any
@@ -96,8 +98,6 @@ class Primitives(Protocol):
 
 class HostPrimitives(Primitives, Protocol):
     """What host functions may call besides; only the CPU has these. No read-modify-write crosses a bus."""
-
-    def __hash__(self) -> int: ...
 
     compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
     call_query: Primitive  # (address of a C function, its pointer argument) -> its int result, as u64

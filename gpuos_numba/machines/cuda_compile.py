@@ -1,7 +1,7 @@
 """Bodies arrive, one cubin leaves: the CUDA machine's compiler. Needs no GPU and no driver.
 
 Pump, worker, switch and each operator are compiled alone and linked. Two ways:
-  "lto"    all as LTO-IR; nvJitLink inlines the switch and the operators into the worker (about 0.4 s)
+  "lto"    all as LTO-IR; nvJitLink inlines the switch and the operators into the worker (about 1 s)
   "objects" all as PTX through ptxas to relocatable cubins, which can be kept and linked anew in
             milliseconds; calls stay calls (about 100 ns a task)
 """
@@ -32,7 +32,7 @@ from . import cuda_memory
 # mypy: disable-error-code="no-untyped-call"
 
 m: Any = cuda_memory
-PUMP, WORKER = "gpuos_pump", "gpuos_worker"
+KERNEL, PUMP, WORKER = "gpuos_executor", "gpuos_pump", "gpuos_worker"
 PUMP_SIGNATURE = types.int32(*[types.uint64] * 3)
 WORKER_SIGNATURE = types.int32(*[types.uint64] * 4)
 EXTERNALS = {"gpuos_element_address": make_element_address}
@@ -165,6 +165,23 @@ def compile_kernel(capability: tuple[int, int], threads: int, output: str = "ptx
 
 
 @functools.cache
+def compile_parts(threads: int, output: str) -> dict[str, Any]:
+    """All that is linked, by symbol, for the oldest target: the linker takes it for newer ones too."""
+    operators = tuple(TABLE.values())
+    return {
+        KERNEL: compile_kernel(OLDEST, threads, output),
+        PUMP: compile_pump(OLDEST, output),
+        WORKER: compile_worker(OLDEST, output),
+        m.DISPATCH_SYMBOL: compile_switch(operators, OLDEST, output),
+        **{
+            symbol: _compile(make(m), m.EXTERNAL_SIGNATURE, symbol, OLDEST, output)
+            for symbol, make in EXTERNALS.items()
+        },
+        **{operator.symbol: compile_operator(operator, OLDEST, output) for operator in operators},
+    }
+
+
+@functools.cache
 def build(capability: tuple[int, int], threads: int = 256, link: str = "lto") -> Generation:
     """Compile and link the executor with the operators of the table, once a process.
 
@@ -178,22 +195,13 @@ def build(capability: tuple[int, int], threads: int = 256, link: str = "lto") ->
             f"compute capability {capability[0]}.{capability[1]}: gpuos needs sm_80 (Ampere) or newer; "
             'use Runtime(machine="cpu") here'
         )
-    operators = tuple(TABLE.values())
-    arch = f"sm_{capability[0]}{capability[1]}"
-    output = "ltoir" if link == "lto" else "ptx"
-    parts = [
-        compile_kernel(capability, threads, output),
-        compile_pump(capability, output),
-        compile_worker(capability, output),
-        compile_switch(operators, capability, output),
-        *(
-            _compile(make(m), m.EXTERNAL_SIGNATURE, symbol, capability, output)
-            for symbol, make in EXTERNALS.items()
-        ),
-        *(compile_operator(operator, capability, output) for operator in operators),
-    ]
+    parts = compile_parts(threads, "ltoir" if link == "lto" else "ptx").values()
     wrap = ObjectCode.from_ltoir if link == "lto" else (lambda ptx: ObjectCode.from_ptx(ptx.encode()))
-    options = LinkerOptions(arch=arch, link_time_optimization=link == "lto", ptxas_options=["-v"])
+    options = LinkerOptions(
+        arch=f"sm_{capability[0]}{capability[1]}",
+        link_time_optimization=link == "lto",
+        ptxas_options=["-v"],
+    )
     linker = Linker(*[wrap(part) for part in parts], options=options)
     cubin = linker.link("cubin")
     return Generation(bytes(cubin.code), capability, linker.get_info_log())

@@ -7,6 +7,7 @@ operands take 16-byte accesses, anything else walks its layout. Element `i` of t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ Array = Any
 """numpy.ndarray of f32, or a scalar of it."""
 
 
+@functools.cache
 def make_tile_range(m: Primitives) -> Body:
     """`tile_range(count, tiles, tile) -> (begin, end)`: a tile's elements; starts are 16-byte aligned."""
     u64, divide = m.u64, m.divide
