@@ -16,7 +16,6 @@ pytest.importorskip("cuda.core", reason="no CUDA toolchain here: what the GPU wo
 from gpuos_numba.machines import cuda_compile
 from gpuos_numba.machines.cuda_compile import PUMP, WORKER
 
-
 THREADS = 256
 TARGETS = [(8, 0), (9, 0), (10, 0)]
 REGISTERS = 128
