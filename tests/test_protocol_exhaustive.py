@@ -53,6 +53,7 @@ def test_a_launch_without_a_watch_leaves_a_task_behind_when_its_lease_ends() -> 
         explore(Scenario((TASK,), (((0,),),), workers=1, waits=False, idle=False, lease=True))
 
 
+@pytest.mark.slow
 def test_a_launch_must_be_counted_before_it_runs() -> None:
     """Why host/lease.py adds to `enqueued` first: else the launch could park before producers expect it."""
     with pytest.raises(Found, match="stranded"):

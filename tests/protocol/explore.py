@@ -43,12 +43,29 @@ def explore(
     scheduler that is "no task is ever stranded, nothing deadlocks", whatever polls in circles meanwhile.
     """
     machine = Machine(scenario, *mutations)
+    for seed in range(10):
+        _look_around(machine, seed)
     while True:
         machine.begin()
         try:
             return _explore(machine, limit, liveness)
         except Restart:
             pass
+
+
+def _look_around(machine: Machine, seed: int) -> None:
+    """A short random walk, to learn most of who touches what before the exploration depends on it."""
+    chance = random.Random(seed)
+    machine.begin()
+    try:
+        state = machine.start_state()
+        for _ in range(200):
+            moves = list(machine.enabled(state))
+            if not moves:
+                break
+            state = machine.move(state, *chance.choice(moves))
+    except (Restart, Violation, Blunder, AssertionError, KeyError):
+        pass  # the exploration will find it again, by the shortest way
 
 
 def _explore(machine: Machine, limit: int, liveness: bool) -> Explored:

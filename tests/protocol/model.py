@@ -594,6 +594,9 @@ class Machine:
             self.entries.append((threads.make_keeper(m, host, self), (self.host,)))
             self.actor_names.append("keeper")
         self.actors = len(self.entries)
+        # What one of a kind touches, its like will touch too.
+        kinds = [name.split()[0] for name in self.actor_names]
+        self.kin = [sum(1 << i for i, other in enumerate(kinds) if other == kind) for kind in kinds]
         self.nodes: list[Local] = []
         self.node_of: dict[Any, Local] = {}
         self.first_node = [self._node(self.entry_of(actor), ()) for actor in range(self.actors)]
@@ -673,9 +676,11 @@ class Machine:
         """Let an actor run up to its next scheduling point."""
         node = self.nodes[s[self.NODE + actor]]
         self._last_data = NO_CELL
-        taken = 0
+        taken, others = 0, -1
         while node.op is not None:
-            if self.is_step(s, actor, node.op):
+            if others < 0:
+                others = self._alive(s, actor)
+            if self.is_step(node.op, others):
                 s[self.NODE + actor] = node.number
                 return
             taken += 1
@@ -684,6 +689,8 @@ class Machine:
                 raise Restart
             if taken > 10_000:
                 raise Blunder(f"{self.actor_names[actor]} goes on for ever by itself")
+            if node.op[0] == LAUNCH:
+                others = -1  # look again who lives
             node = self.follow(node, self.execute(s, actor, node.op))
         s[self.NODE + actor] = -1
         if actor < self.first_host:
@@ -693,8 +700,8 @@ class Machine:
             s[self.RUNNING] -= 1
             self._begin(s)
 
-    def is_step(self, s: list[Any], actor: int, op: tuple[Any, ...]) -> bool:
-        """Whether others may act before this operation of an actor, because it makes a difference."""
+    def is_step(self, op: tuple[Any, ...], others: int) -> bool:
+        """Whether the others that still live may act before this operation, because it makes a difference."""
         kind = op[0]
         if kind in (LOAD, STORE, ADD, MAX, CAS):
             cell = op[1]
@@ -702,7 +709,6 @@ class Machine:
                 return False
             if cell in self.forced:
                 return True
-            others = self._alive(s, actor)
             if kind == LOAD:
                 return self.storers[cell] & others != 0
             return (self.loaders[cell] & others) != 0 or (
@@ -859,11 +865,11 @@ class Machine:
         s[self.message[cell]] = message
 
     def _touch(self, actor: int, kind: int, cell: int) -> None:
-        one = 1 << actor
-        if kind != STORE and not self.loaders[cell] & one:
+        one = self.kin[actor]
+        if kind != STORE and self.loaders[cell] & one != one:
             self.loaders[cell] |= one
             self.grown = True
-        if kind != LOAD and not self.storers[cell] & one:
+        if kind != LOAD and self.storers[cell] & one != one:
             self.storers[cell] |= one
             self.grown = True
 
@@ -1082,6 +1088,11 @@ class Machine:
 
     def is_good(self, s: Any) -> bool:
         """Every accepted task has completed, and every producer has come back."""
+        if not all(
+            s[self.NODE + a] < 0
+            for a in range(self.first_host, self.first_host + len(self.scenario.producers))
+        ):
+            return False
         for index in range(self.n):
             if s[self.ORDER + index] < 0 or not self._all_ran(s, index):
                 return False
@@ -1091,10 +1102,7 @@ class Machine:
             word = ((self.scenario.start + index + 1) << 8) & MASK_64
             if (done - word) & MASK_64 >= 1 << 63:
                 return False
-        return all(
-            s[self.NODE + a] < 0
-            for a in range(self.first_host, self.first_host + len(self.scenario.producers))
-        )
+        return True
 
     def cell_at_name(self, name: str) -> int:
         if not hasattr(self, "_by_name"):

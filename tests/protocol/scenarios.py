@@ -14,7 +14,6 @@ SMALL = {
     "one task, unwatched": Scenario((FAILS,), (((0,),),), waits=False),
     "one task, one worker": Scenario((FAILS,), (((0,),),), workers=1),
     "a batch of two": Scenario((TASK, TASK), (((0, 1),),), waits=False),
-    "two one after the other": Scenario((TASK, TASK), (((0,), (1,)),), waits=False, late_start=False),
     # Two producers race for positions and for the relaunch.
     "two producers, one worker": Scenario((TASK, TASK), ONE_EACH, workers=1, waits=False, late_start=False),
     "two producers, no idling": Scenario((TASK, TASK), ONE_EACH, waits=False, idle=False),
@@ -27,7 +26,7 @@ SMALL = {
     "ring: failures": Scenario((FAILS, TASK, FAILS), (((0, 1),), ((2,),)), served=True),
     "ring: failures a lap later": Scenario((FAILS, TASK, FAILS, TASK), (((0, 1), (2, 3)),), served=True),
     "ring: positions wrap": Scenario(
-        (TASK,) * 4, (((0,), (1,)), ((2,), (3,))), served=True, waits=False, start=(1 << 64) - 2
+        (TASK,) * 4, (((0,),), ((1,), (2,), (3,))), served=True, waits=False, start=(1 << 64) - 2
     ),
     # What a task may ask for.
     "after": Scenario((TASK, TaskSpec(after=(0,))), (((0,), (1,)),), waits=False, idle=False),
@@ -38,9 +37,7 @@ SMALL = {
         (TASK,), (((0,),),), workers=1, waits=False, idle=False, lease=True, keeper=True
     ),
     "a spare launch": Scenario((TASK,), (((0,),),), workers=1, waits=False, spare=True),
-    "a spare launch, lease": Scenario(
-        (TASK,), (((0,),),), workers=1, idle=False, lease=True, leases=2, spare=True
-    ),
+    "a spare launch, lease": Scenario((TASK,), (((0,),),), workers=1, idle=False, lease=True, spare=True),
     "park request": Scenario((TASK, TASK), (((0, 1),),), workers=1, idle=False, park_request=True),
     # Stores that others see late.
     "stores late: one task": Scenario((TASK,), (((0,),),), workers=1, waits=False, store_buffers=True),
@@ -48,6 +45,7 @@ SMALL = {
 }
 
 LARGE = {
+    "two one after the other": Scenario((TASK, TASK), (((0,), (1,)),), waits=False, late_start=False),
     "two producers, two workers": Scenario((TASK, TASK), ONE_EACH, waits=False),
     "ring: failures, two and two": Scenario(
         (FAILS, TASK, TASK, FAILS), (((0,), (1,)), ((2,), (3,))), served=True
