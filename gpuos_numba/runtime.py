@@ -278,7 +278,7 @@ class Runtime:
         **scalars: float,
     ) -> Ticket | None:
         """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
-        for ticket in (after,) if isinstance(after, Ticket) else after or ():
+        for ticket in after if isinstance(after, list | tuple) else (after,):
             if isinstance(ticket, Ticket) and len(ticket) > 1 and not ticket._linked and not ticket.done:
                 return None
         try:
