@@ -8,6 +8,7 @@ not:
   too big; it is taken apart into the host's half (two producers with two tasks each: full ring, retire,
   failures, laps, wrapping positions) before two abstract servers, and launches that serve up to three tasks
   of one or two producers.
+- Not explored: linked runs, parking to widen, `submit_plain`, blocks of more than one thread.
 - Polite waiting (`pause`) and time-outs never expire here. Idle limits expire as soon as they may, leases
   at any turn of the first launch.
 - "stores late" scenarios let every store to a shared word stay unseen past later operations, as far as

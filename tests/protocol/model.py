@@ -155,7 +155,6 @@ class Scenario:
     leases: int = 1  # of so many launches
     waits: bool = True  # producers wait for their tasks and look at the result; else they submit and leave
     polls: bool = False  # as `waits`, but what the first look finds counts
-    linked: bool = False
     keeper: bool = False
     looker: bool = False
     spare: bool = False  # one more host thread queues a launch at any moment
@@ -987,8 +986,6 @@ class Machine:
         words = self.task_words(task, spec)
         flags = 0
         afters = [(self.scenario.start + self.order(s).index(a)) & MASK_64 for a in spec.after]
-        if self.scenario.linked:
-            raise NotImplementedError
         for i, position in enumerate(afters):
             flags |= (Flag.AFTER_0, Flag.AFTER_1)[i]
             words[offset("after") // 8 + i] = position

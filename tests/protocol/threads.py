@@ -53,7 +53,6 @@ def make_producer(m: Any, ring: ModuleType, machine: Any) -> Any:
     PARKED = u64(ring.PARKED)
     polls, PENDING = machine.scenario.polls, u64(ring.PENDING_STATUS)
     tasks, waits = machine.scenario.tasks, machine.scenario.waits
-    linked = u64(machine.scenario.linked)
 
     def producer(host: Any, batches: Any) -> None:
         ranges: tuple[tuple[Any, Any], ...] = ()
@@ -69,7 +68,7 @@ def make_producer(m: Any, ring: ModuleType, machine: Any) -> Any:
                 after_1 = m.position_of(after[1])
             while left != ZERO:
                 sent, written, parked = submit(
-                    host, source, left, linked, afters, after_0, after_1, NEVER, RANGES, SLOTS
+                    host, source, left, ZERO, afters, after_0, after_1, NEVER, RANGES, SLOTS
                 )
                 if parked != ZERO:
                     launch(host)
