@@ -30,6 +30,7 @@ from .errors import (
     HangError,
     MachineError,
     QueueFull,
+    TaskError,
     UnknownOperatorError,
     WaitTimeout,
 )
@@ -431,9 +432,10 @@ class Runtime:
             if not force and self._words["claimed"][0] != self._words["retired"][0]:
                 deadline = self.config.deadline_s
                 self.synchronize(deadline)
-        except Exception as error:
-            if isinstance(error, HangError | WaitTimeout):
-                force = True
+        except (HangError, WaitTimeout, MachineError):
+            force = True  # it will not finish: leave without waiting
+        except TaskError:
+            pass  # the ticket says so to whoever asks
         finally:
             self._closed = True
             _OPEN.discard(self)

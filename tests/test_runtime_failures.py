@@ -24,6 +24,7 @@ from gpuos_numba import (
     DTypeError,
     GpuosError,
     HangError,
+    MachineError,
     Runtime,
     Status,
     UnknownOperatorError,
@@ -395,3 +396,23 @@ def test_a_launch_that_fails_is_reported_and_can_be_tried_again(monkeypatch: pyt
                 rt.nop()
         rt.synchronize(20)
         assert rt.stats().queue_depth == 0
+
+
+def test_a_launch_that_fails_is_tried_again_for_a_task_that_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Runtime("cpu") as rt:
+        launch, failures = rt._machine.launch, iter([MachineError("no launch today")])
+
+        def sometimes(workers: int) -> None:
+            for failure in failures:
+                raise failure
+            launch(workers)
+
+        monkeypatch.setattr(rt._machine, "launch", sometimes)
+        with pytest.raises(MachineError, match="no launch today"):
+            rt.nop()
+        until = time.monotonic() + 10
+        while rt.stats().completed < 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert rt.stats().completed == 1  # the keeper launched; nobody submitted or waited

@@ -68,6 +68,9 @@ class Keeper:
         narrow = quiet < most and backlog <= 2 * quiet
         # A narrow launch parks early when work piles up; whoever notices launches again, wide.
         self._control["widen_at"] = 4 * quiet if narrow else 0
+        # Awake first: if the launch fails, the keeper must be there to try again for who saw it counted.
+        self._awake.set()
+        # Counted before it runs: a launch that parks before it is counted would look like one still to come.
         self._words["enqueued"] += 1
         try:
             self._machine.launch(quiet if narrow else most)
@@ -75,7 +78,6 @@ class Keeper:
             self._words["enqueued"] -= 1
             self.error = error
             raise
-        self._awake.set()
 
     def park(self) -> None:
         """Ask every launch to leave and launch no more until `unpark`. Returns at once."""

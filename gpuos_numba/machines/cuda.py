@@ -169,34 +169,12 @@ class CudaMachine:
 
     def launch(self, workers: int) -> None:
         # Straight through ctypes: cuda-python's packing of arguments takes several microseconds.
-        error = self._launch_kernel(
-            self._function_handle,
-            workers + 1,
-            1,
-            1,
-            self._threads,
-            1,
-            1,
-            0,
-            self._stream_handle,
-            self._arguments,
-            None,
-        )
+        grid, block = (workers + 1, 1, 1), (self._threads, 1, 1)
+        arguments = (self._function_handle, *grid, *block, 0, self._stream_handle, self._arguments, None)
+        error = self._launch_kernel(*arguments)
         if error == INVALID_CONTEXT:  # this thread has not used CUDA yet
             with self._current():
-                error = self._launch_kernel(
-                    self._function_handle,
-                    workers + 1,
-                    1,
-                    1,
-                    self._threads,
-                    1,
-                    1,
-                    0,
-                    self._stream_handle,
-                    self._arguments,
-                    None,
-                )
+                error = self._launch_kernel(*arguments)
         if error != 0:
             raise MachineError(f"the CUDA driver refused the executor's launch with error {error}")
 
