@@ -186,6 +186,15 @@ def test_an_exception_inside_with_goes_through_unchanged(error: BaseException) -
 @pytest.mark.skipif(sys.platform == "win32", reason="signals differ")
 @pytest.mark.parametrize("what", ["wait", "synchronize", "submit to a full ring"])
 def test_ctrl_c_in_a_wait(what: str) -> None:
+    # A shell's background job inherits an ignored SIGINT, and Python then raises nothing.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _interrupt(what)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(what: str) -> None:
     with Runtime("cpu", capacity=4) as rt:
         rt.nop().wait(20)
         rt._keeper.park()
