@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 
 MAX_INPUTS: Final = 4
 MAX_OUTPUTS: Final = 2
@@ -34,7 +34,7 @@ TASK: Final = np.dtype(
         ("count", "<i8"),  # elements of the iteration space
         ("after", "<u8", MAX_AFTER),  # positions that must have completed, valid where AFTER_ flags say so
         ("layouts", "<u2", MAX_INPUTS + MAX_OUTPUTS),  # layout-table slots, valid where STRIDED is set
-        ("label", "<u4"),  # for people and traces; the device never reads it
+        ("dtypes", "<u4"),  # DType codes, four bits an operand, in the order of `layouts`
         ("scalars", "u1", SCALAR_BYTES),  # scalar parameters, packed as the operator's table entry says
     ]
 )
@@ -97,6 +97,26 @@ class DType(IntEnum):
     BF16 = 6
     F32 = 7
     F64 = 8
+
+
+DTYPE_NAMES: Final = {
+    DType.BOOL: "bool",
+    DType.I8: "int8",
+    DType.U8: "uint8",
+    DType.I32: "int32",
+    DType.I64: "int64",
+    DType.F16: "float16",
+    DType.BF16: "bfloat16",
+    DType.F32: "float32",
+    DType.F64: "float64",
+}
+"""As NumPy, ml_dtypes, torch and CuPy all call them."""
+
+ITEMSIZE: Final = (1, 1, 1, 4, 8, 2, 2, 4, 8)
+"""Bytes of an element, by DType code."""
+
+IMMEDIATE: Final = 15
+"""In `TASK["dtypes"]`: the operand's address word is not an address but the value itself, a Python number."""
 
 
 def offset(field: str) -> int:

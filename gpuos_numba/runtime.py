@@ -15,14 +15,27 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
 
 from .config import Config
-from .descriptor import LAYOUT, MASK_64, SCALAR_BYTES, TASK, TASK_BYTES, DType, Flag
-from .device.operators import TABLE, Operator
+from .descriptor import (
+    DTYPE_NAMES,
+    LAYOUT,
+    MASK_64,
+    MAX_INPUTS,
+    MAX_OUTPUTS,
+    SCALAR_BYTES,
+    TASK,
+    TASK_BYTES,
+    DType,
+    Flag,
+)
+from .device.operators import KERNELS, PLAIN_LIMIT, TABLE, Operator
+from .device.operators.table import Operand, Plan, Result, Walk, castable, describe, pack_dtypes
 from .errors import (
     ArgumentError,
     ClosedError,
@@ -35,15 +48,9 @@ from .errors import (
     WaitTimeout,
 )
 from .host import ring
-from .host.arrays import (
-    DTYPE_NAMES,
-    ArrayView,
-    broadcast_shape,
-    empty_like_on,
-    validate_output,
-)
+from .host.arrays import ArrayView, empty_like_on, validate_output
 from .host.completion import Ticket, explain
-from .host.layouts import LayoutTable, aligned_strides, collapse
+from .host.layouts import LayoutTable
 from .host.lease import Keeper
 from .machines.base import Machine
 from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
@@ -187,6 +194,50 @@ def _make_machine(machine: str, device: int, config: Config) -> Machine:
     return CpuMachine(config)
 
 
+def _kernel_name(op_id: int) -> str:
+    kernel = KERNELS.get(op_id)
+    return f"op {op_id}" if kernel is None else kernel.name
+
+
+def _operand(view: Any) -> Operand | None:
+    """What planning sees of an input or output."""
+    if isinstance(view, ArrayView):
+        return Operand(view.dtype, view.shape, view.strides, view.contiguous)
+    if view is None:
+        return None
+    dtype = DType.BOOL if isinstance(view, bool) else DType.I64 if isinstance(view, int) else DType.F32
+    return Operand(dtype, (), (), True, True)
+
+
+def _immediate(value: float, number: DType, operator: str) -> int:
+    """A Python number as the word that travels in place of an address."""
+    if number is DType.F32:
+        try:
+            return int(np.float32(value).view(np.uint32))
+        except OverflowError as error:
+            raise ArgumentError(f"{operator}: {value!r} does not fit a float") from error
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ArgumentError(f"{operator}: {value!r} does not fit 64 bits")
+    return int(value) & MASK_64
+
+
+@lru_cache(maxsize=8192)
+def _infer(operator: Operator, operands: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Result, ...]:
+    return operator.infer(operands, **dict(items))
+
+
+@lru_cache(maxsize=8192)
+def _plan(
+    operator: Operator,
+    operands: tuple[Any, ...],
+    results: tuple[Any, ...],
+    blocks: int,
+    items: tuple[Any, ...],
+) -> tuple[Plan, int]:
+    """The plan of a call, and its dtypes as the task carries them. Remembered: addresses do not matter."""
+    return operator.plan(operands, results, blocks, **dict(items)), pack_dtypes(operands, results)
+
+
 class Runtime:
     """An executor and the ring that feeds it.
 
@@ -226,7 +277,8 @@ class Runtime:
         self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
         self._reported = 0  # failures that synchronize has raised for
         self._plain = isinstance(getattr(self._machine, "stream_query", None), int)
-        self._plain_limit = min(operator.tile for operator in TABLE.values() if operator.tile)
+        self._plain_limit = PLAIN_LIMIT
+        self._prepared: set[int] = set()  # kernels that this Runtime has used
         self._ordinal = device
         self._torch: Any = None
         self._query = 0
@@ -248,7 +300,7 @@ class Runtime:
         *,
         after: Ticket | Sequence[Ticket] | None = None,
         timeout_s: float | None = None,
-        **scalars: float,
+        **scalars: Any,
     ) -> Ticket:
         """Enqueue one task.
 
@@ -276,7 +328,7 @@ class Runtime:
         out: Any = None,
         *,
         after: Ticket | Sequence[Ticket] | None = None,
-        **scalars: float,
+        **scalars: Any,
     ) -> Ticket | None:
         """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
         for ticket in after if isinstance(after, list | tuple) else (after,):
@@ -287,18 +339,29 @@ class Runtime:
         except QueueFull:
             return None
 
-    def batch(self, op: str, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: float) -> Batch:
+    def infer(self, op: str, inputs: Sequence[Any] = (), **parameters: Any) -> tuple[Result, ...]:
+        """What the outputs of a call would be: (shape, dtype) each. Enqueues nothing.
+
+        Raises:
+            UnknownOperatorError, ArgumentError, DTypeError, DeviceError: as `submit` would.
+        """
+        operator = self._operator(op)
+        sources = [self._source(operator, array, f"inputs[{i}]", i) for i, array in enumerate(inputs)]
+        items = tuple(operator.read_parameters(parameters).items())
+        return _infer(operator, tuple(_operand(source) for source in sources), items)
+
+    def batch(self, op: str, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: Any) -> Batch:
         """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing."""
         self._check_open()
         operator = self._operator(op)
         records, outputs, owners, walks = [], [], [], []
         streams: set[int] = set()
         for inputs, out in calls:
-            views, output, head, strided = self._check(operator, inputs, out, scalars)
+            views, output, head, walk = self._check(operator, inputs, out, scalars)
             records.append(_TASK.pack(*head))
             outputs.append(output)
             owners.append(tuple(view.owner for view in views))
-            walks.append(strided)
+            walks.append(walk)
             streams.update(view.stream for view in views if view.stream is not None)
         tasks = np.frombuffer(b"".join(records), TASK).copy()
         batch = Batch(tasks, op, outputs, owners, walks)
@@ -328,7 +391,7 @@ class Runtime:
         out = batch.outputs
         if not any(walk is not None for walk in batch._walks):
             return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
-        distinct = {walk for walks in batch._walks if walks is not None for walk in walks}
+        distinct = {walk for walks in batch._walks if walks is not None for walk in walks if walk is not None}
         with self._layouts.using(len(distinct)):
             if batch._epoch != self._layouts.epoch:
                 for task, walks in zip(batch.tasks, batch._walks, strict=True):
@@ -473,80 +536,118 @@ class Runtime:
         return operator
 
     def _check(
-        self, operator: Operator, inputs: Sequence[Any], out: Any, scalars: dict[str, float]
+        self, operator: Operator, inputs: Sequence[Any], out: Any, given: dict[str, Any]
     ) -> tuple[list[ArrayView], Any, list[Any], Any]:
-        """Views of all arrays, the output, the descriptor's fields, and the walks if any is strided."""
-        if len(inputs) != operator.inputs:
+        """Views of all memory, the output, the descriptor's fields, and the walks where there are any."""
+        fewest, most = operator.inputs
+        if not fewest <= len(inputs) <= most:
+            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             raise ArgumentError(
-                f"{operator.name} takes {operator.inputs} input(s), {len(inputs)} given: {operator.formula}"
+                f"{operator.name} takes {wanted} input(s), {len(inputs)} given: {operator.formula}"
             )
-        view = self._machine.view
         names = [f"inputs[{index}]" for index in range(len(inputs))]
-        sources = [view(array, name) for array, name in zip(inputs, names, strict=True)]
-        packed = self._pack_scalars(operator, scalars)
+        sources = [self._source(operator, array, names[i], i) for i, array in enumerate(inputs)]
+        operands = tuple(_operand(source) for source in sources)
+        items = tuple(operator.read_parameters(given).items()) if operator.parameters or given else ()
+        targets, out = self._targets(operator, inputs, sources, operands, items, out)
+        results = tuple(_operand(target) for target in targets)
+        # Equal keys must mean equal plans, and 0.0 == -0.0.
+        negative_zero = any(value == 0 and str(value) == "-0.0" for _, value in items)
+        plan_of = _plan.__wrapped__ if negative_zero else _plan
+        plan, dtypes = plan_of(operator, operands, results, self._machine.max_workers, items)
+        self._prepare(plan.op_id)
+
+        views = [*(source for source in sources if isinstance(source, ArrayView)), *targets]
+        addresses = [0] * (MAX_INPUTS + MAX_OUTPUTS)
+        for place, source in enumerate(sources):
+            if isinstance(source, ArrayView):
+                addresses[place] = source.address
+            elif source is not None:
+                addresses[place] = _immediate(source, plan.number, operator.name)
+        for place, target in enumerate(targets):
+            addresses[MAX_INPUTS + place] = target.address
+        if plan.workspace:
+            workspace = empty_like_on(self.machine, views[0].owner, (plan.workspace,), DType.U8)
+            views.append(self._machine.view(workspace, "workspace"))
+            addresses[-1] = views[-1].address
+        flags = (Flag.STRIDED if plan.walks else 0) | (Flag.MERGE if plan.merge else 0)
+        tiles = min(plan.tiles, self.config.capacity)
+        scalars = plan.scalars.ljust(SCALAR_BYTES, b"\0")
+        head = [plan.op_id, int(flags), 1, tiles, *addresses, plan.count, 0, 0, *[0] * 6, dtypes, scalars]
+        return views, out, head, plan.walks
+
+    def _source(self, operator: Operator, array: Any, name: str, place: int) -> Any:
+        """An input as a view, a Python number, or None where it was left out."""
+        if array is None and place >= operator.inputs[0]:
+            return None
+        if isinstance(array, bool | int | float | np.generic) and operator.numbers:
+            return array.item() if isinstance(array, np.generic) else array
+        return self._machine.view(array, name)
+
+    def _targets(
+        self,
+        operator: Operator,
+        inputs: Sequence[Any],
+        sources: list[Any],
+        operands: tuple[Any, ...],
+        items: tuple[Any, ...],
+        out: Any,
+    ) -> tuple[list[ArrayView], Any]:
+        """Views of the outputs, allocated where none was given, and what the ticket hands out."""
+        view = self._machine.view
         if operator.outputs == 0:
             if out is not None:
                 raise ArgumentError(f"{operator.name} writes nothing, but out={type(out).__name__} was given")
-            head = [operator.op_id, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, packed]
-            return sources, None, head, None
-        for source, name in zip(sources, names, strict=True):
-            if source.dtype not in operator.dtypes:
-                self._refuse_dtype(operator, source, name)
-        if sources:
-            shape = broadcast_shape(sources, names)
-        elif out is None:
-            raise ArgumentError(f"{operator.name} has no input to take a shape from: pass out=")
-        if out is None:
-            out = empty_like_on(self.machine, inputs[0], shape, operator.dtypes[0])
+            return [], None
+        if operator.like_out:
+            if out is None:
+                raise ArgumentError(f"{operator.name} has no input to take a shape from: pass out=")
             target = view(out, "out")
+            validate_output(target, [], False, "out")
+            return [target], out
+        wanted = _infer(operator, operands, items)
+        if operator.outputs == 1:
+            outs, names = [out], ["out"]
         else:
-            target = view(out, "out")
-            if target.dtype not in operator.dtypes:
-                self._refuse_dtype(operator, target, "out")
-            if not sources:
-                shape = target.shape
+            outs, names = list(out) if out is not None else [None] * operator.outputs, []
+            names = [f"out[{index}]" for index in range(operator.outputs)]
+            if len(outs) != operator.outputs:
+                raise ArgumentError(f"{operator.name} writes {operator.outputs} arrays, out has {len(outs)}")
+        targets: list[ArrayView] = []
+        for index, ((shape, dtype), name) in enumerate(zip(wanted, names, strict=True)):
+            if outs[index] is None:
+                like = next((array for array in inputs if hasattr(array, "shape")), None)
+                if like is None:
+                    raise ArgumentError(f"{operator.name} has no array to allocate like: pass {name}=")
+                outs[index] = empty_like_on(self.machine, like, shape, dtype)
+                targets.append(view(outs[index], name))
+                continue
+            target = view(outs[index], name)
+            if target.dtype != dtype and not (operator.casts and castable(dtype, target.dtype)):
+                raise DTypeError(
+                    f"{name} has dtype {DTYPE_NAMES[target.dtype]}, {operator.name} of these inputs gives "
+                    f"{DTYPE_NAMES[dtype]}: pass an out of that dtype, or none"
+                )
             if target.shape != shape:
                 raise ArgumentError(
-                    f"out has shape {target.shape}, {operator.name} of these inputs has shape {shape}: "
+                    f"{name} has shape {target.shape}, {operator.name} of these inputs has shape {shape}: "
                     f"pass an out of that shape, or none"
                 )
-            validate_output(target, sources, True, "out", names)
-        addresses = [source.address for source in sources] + [0] * (4 - len(sources))
-        count = target.count
-        tiles = 1
-        if operator.tile and count > operator.tile:
-            tiles = min(-(-count // operator.tile), self.config.capacity, 4 * self._machine.max_workers)
-        flags, walks = 0, None
-        if not (target.contiguous and all(s.contiguous and s.shape == shape for s in sources)):
-            strides = [aligned_strides(source, shape) for source in sources] + [target.strides]
-            flat, steps = collapse(shape, strides)
-            if len(flat) > 1 or any(step not in ((), (1,)) for step in steps):
-                flags = int(Flag.STRIDED)
-                walks = tuple((target.dtype, flat, step) for step in steps)
-        head = [operator.op_id, flags, 1, tiles, *addresses, target.address, 0, count, 0, 0]
-        head += [0] * 6 + [0, packed]
-        return [*sources, target], out, head, walks
+            for place, source in enumerate(sources):
+                if isinstance(source, ArrayView):
+                    validate_output(target, [source], place in operator.same_ok, name, [f"inputs[{place}]"])
+            for earlier, earlier_name in zip(targets, names, strict=False):
+                validate_output(target, [earlier], False, name, [earlier_name])
+            if not sources:
+                validate_output(target, [], False, name)
+            targets.append(target)
+        return targets, outs[0] if operator.outputs == 1 else tuple(outs)
 
-    def _refuse_dtype(self, operator: Operator, view: ArrayView, name: str) -> None:
-        wanted = " or ".join(DTYPE_NAMES[dtype] for dtype in operator.dtypes)
-        raise DTypeError(
-            f"{name} has dtype {DTYPE_NAMES[view.dtype]}, {operator.name} takes {wanted}: convert it first"
-        )
-
-    def _pack_scalars(self, operator: Operator, scalars: dict[str, float]) -> bytes:
-        if not scalars and not operator.scalars:
-            return _NO_SCALARS
-        unknown, missing = set(scalars) - set(operator.scalars), set(operator.scalars) - set(scalars)
-        if unknown or missing:
-            raise ArgumentError(
-                f"{operator.name} takes the scalars {list(operator.scalars)}: "
-                f"{'unknown ' + repr(sorted(unknown)) if unknown else 'missing ' + repr(sorted(missing))}"
-            )
-        try:
-            values = [np.float32(scalars[name]) for name in operator.scalars]
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"{operator.name}: {scalars!r} are not numbers") from error
-        return struct.pack(f"<{len(values)}f", *values).ljust(SCALAR_BYTES, b"\0")
+    def _prepare(self, op_id: int) -> None:
+        """Have the kernel compiled, where the machine compiles what is used."""
+        if op_id not in self._prepared:
+            self._machine.prepare(op_id)
+            self._prepared.add(op_id)
 
     def _afters(self, after: Ticket | Sequence[Ticket] | None) -> tuple[int, int, int]:
         if after is None:
@@ -570,12 +671,11 @@ class Runtime:
 
     # --- the way to the ring ---
 
-    def _intern(self, layouts: Any, walks: Sequence[tuple[DType, Any, Any]]) -> None:
-        """Write the layout slots of a task's operands: inputs from 0, the output at 4."""
-        slots = [self._layouts.intern(*walk) for walk in walks]
-        for index, slot in enumerate(slots[:-1]):
-            layouts[index] = slot
-        layouts[4] = slots[-1]
+    def _intern(self, layouts: Any, walks: Sequence[Walk | None]) -> None:
+        """Write the layout slots of a task's operands: inputs from 0, outputs from 4."""
+        for place, walk in enumerate(walks):
+            if walk is not None:
+                layouts[place] = self._layouts.intern(*walk)
 
     def _submit_one(
         self,
@@ -738,9 +838,8 @@ class Runtime:
         except MachineError as error:
             lines.append(f"  worker states could not be read: {error}")
         else:
-            by_id = {operator.op_id: operator.name for operator in TABLE.values()}
             for number, (word, position) in enumerate(words_of.tolist(), 1):
-                kind, op = WorkerState(word & 0xFF), by_id.get(word >> 8, f"op {word >> 8}")
+                kind, op = WorkerState(word & 0xFF), _kernel_name(word >> 8)
                 if kind is WorkerState.RUNNING:
                     lines.append(f"  worker {number}: running {op} at position {position}")
                 elif kind is WorkerState.WAITING:
@@ -808,10 +907,10 @@ def _plain_torch(self: Runtime, op_id: int, x: Any, y: Any, out: Any) -> Ticket 
 
 def _sugar(operator: Operator) -> Any:
     """`rt.<name>(*inputs, out=None, ...)`."""
-    plain = operator.inputs in (1, 2) and operator.outputs == 1 and not operator.scalars
-    op_id, limit = operator.op_id, operator.inputs
+    plain = operator.plain
+    op_id, limit = operator.kernels[0].op_id if operator.kernels else 0, operator.inputs[1]
 
-    def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: float) -> Ticket:
+    def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
         if (
             plain
             and after is None
@@ -828,7 +927,7 @@ def _sugar(operator: Operator) -> Any:
 
     call.__name__ = operator.name
     call.__qualname__ = f"Runtime.{operator.name}"
-    call.__doc__ = f"{operator.formula}, for {operator.inputs} input(s). See `Runtime.submit`."
+    call.__doc__ = describe(operator)
     return call
 
 

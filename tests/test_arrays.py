@@ -18,7 +18,6 @@ from gpuos_numba.errors import ArgumentError, DeviceError, DTypeError
 from gpuos_numba.host import arrays
 from gpuos_numba.host.arrays import (
     ArrayView,
-    broadcast_shape,
     byte_range,
     empty_like_on,
     overlap,
@@ -27,6 +26,7 @@ from gpuos_numba.host.arrays import (
     view_cpu,
     view_cuda,
 )
+from gpuos_numba.shapes import broadcast_shape
 
 F32 = np.float32
 

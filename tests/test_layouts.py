@@ -17,7 +17,8 @@ from gpuos_numba.descriptor import LAYOUT, DType
 from gpuos_numba.errors import ArgumentError, HangError
 from gpuos_numba.host import layouts
 from gpuos_numba.host.arrays import view_cpu
-from gpuos_numba.host.layouts import TASK_LAYOUTS, LayoutTable, aligned_strides, collapse
+from gpuos_numba.host.layouts import TASK_LAYOUTS, LayoutTable
+from gpuos_numba.shapes import aligned_strides, collapse
 
 F32 = DType.F32
 

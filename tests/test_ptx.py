@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpuos_numba.device.operators import TABLE
+from gpuos_numba.device.operators import KERNELS, TABLE
 
 pytest.importorskip("numba.cuda", reason="no numba-cuda here: what the GPU would run stays unproved")
 pytest.importorskip("cuda.core", reason="no CUDA toolchain here: what the GPU would run stays unproved")
@@ -149,8 +149,8 @@ def test_nothing_lives_in_local_memory(ptx: dict[str, str]) -> None:
 
 
 def test_the_switch_calls_every_operator(ptx: dict[str, str]) -> None:
-    for operator in TABLE.values():
-        assert re.search(rf"call\.uni \(retval0\),\s+{operator.symbol},", ptx["gpuos_dispatch"])
+    for kernel in KERNELS.values():
+        assert re.search(rf"call\.uni \(retval0\),\s+{kernel.symbol},", ptx["gpuos_dispatch"])
 
 
 # --- the protocol ---
@@ -224,23 +224,23 @@ def test_the_worker_copies_descriptors_past_l1(flow: Callable[[str], Flow]) -> N
 
 
 def test_add_moves_16_bytes_at_a_time(ptx: dict[str, str]) -> None:
-    add = ptx[TABLE["add"].symbol]
+    add = ptx[TABLE["add"].kernels[0].symbol]
     assert add.count("ld.global.v4.f32") >= 8  # four steps in flight
     assert add.count("st.global.v4.f32") >= 4
 
 
 def test_relu_compares_because_max_drops_nan(ptx: dict[str, str]) -> None:
-    relu = ptx[TABLE["relu"].symbol]
+    relu = ptx[TABLE["relu"].kernels[0].symbol]
     assert "max.f32" not in relu
     assert "setp." in relu
 
 
 def test_div_rounds_as_numpy_does(ptx: dict[str, str]) -> None:
-    div = ptx[TABLE["div"].symbol]
+    div = ptx[TABLE["div"].kernels[0].symbol]
     divisions = set(re.findall(r"\bdiv\.\S*f32", div))
     assert divisions == {"div.rn.f32"}
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "relu"])
 def test_no_operator_fuses_or_flushes(name: str, ptx: dict[str, str]) -> None:
-    assert not re.search(r"\bfma\.|\.ftz\b|\.approx\b", ptx[TABLE[name].symbol])
+    assert not re.search(r"\bfma\.|\.ftz\b|\.approx\b", ptx[TABLE[name].kernels[0].symbol])

@@ -6,13 +6,14 @@ import ast
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
 
 from gpuos_numba import templates
+from gpuos_numba.device.operators.table import Kernel, Shared
+from gpuos_numba.device.switch import cases
 from gpuos_numba.errors import MachineError
 from gpuos_numba.templates import environment, templates_folder
 
@@ -81,8 +82,7 @@ def test_every_template_compiles_says_what_it_is_and_is_listed(name: str) -> Non
 
 
 def render(ids: list[int]) -> str:
-    cases = [SimpleNamespace(op_id=i, symbol=f"operator_{i}") for i in ids]
-    return environment().get_template("switch.py.jinja").render(cases=cases)
+    return environment().get_template("switch.py.jinja").render(cases=[(i, i, f"operator_{i}") for i in ids])
 
 
 def switch(ids: list[int]) -> Callable[..., Any]:
@@ -112,6 +112,27 @@ def test_switch_calls_the_asked_operator_and_no_other(ids: list[int]) -> None:
             assert got == (op_id, ("context", "task", "tile", "arena"))
         else:
             assert got == UNKNOWN
+
+
+def test_neighbours_that_share_a_body_are_one_case() -> None:
+    shared = Shared("both", lambda m: lambda *arguments: None)
+    kernels = [
+        Kernel(i, f"k{i}", shared.make, None if i in (4, 9) else shared) for i in (9, 4, 2, 1, 3, 5, 7)
+    ]
+    found = cases(kernels)
+    assert found == [
+        (1, 3, "both"),
+        (4, 4, "gpuos_op_4_k4"),
+        (5, 5, "both"),
+        (7, 7, "both"),
+        (9, 9, "gpuos_op_9_k9"),
+    ]
+    text = environment().get_template("switch.py.jinja").render(cases=found)
+    namespace: dict[str, Any] = {"int64": int, "UNKNOWN_OPERATOR": UNKNOWN, "both": lambda *a: "both"}
+    namespace |= {f"gpuos_op_{i}_k{i}": lambda *a, i=i: i for i in (4, 9)}
+    exec(compile(text, "switch", "exec"), namespace)
+    got = [namespace["gpuos_dispatch"]("context", i, "task", "tile", "arena") for i in range(11)]
+    assert got == [UNKNOWN, *["both"] * 3, 4, "both", UNKNOWN, "both", UNKNOWN, 9, UNKNOWN]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 42, 100])

@@ -14,22 +14,32 @@ import numpy as np
 
 from ..descriptor import Status
 from ..templates import environment
-from .operators import Operator
+from .operators.table import Kernel
 
 
-def render(operators: Sequence[Operator]) -> str:
-    """Source of `gpuos_dispatch(context, op_id, task, tile, arena)` over these operators."""
-    cases = sorted(operators, key=lambda operator: operator.op_id)
-    return environment().get_template("switch.py.jinja").render(cases=cases, unknown="UNKNOWN_OPERATOR")
+def cases(kernels: Sequence[Kernel]) -> list[tuple[int, int, str]]:
+    """(first id, last id, symbol) in order; neighbours that share a body are one case."""
+    merged: list[tuple[int, int, str]] = []
+    for kernel in sorted(kernels, key=lambda kernel: kernel.op_id):
+        if merged and merged[-1][1] == kernel.op_id - 1 and merged[-1][2] == kernel.symbol:
+            merged[-1] = (merged[-1][0], kernel.op_id, kernel.symbol)
+        else:
+            merged.append((kernel.op_id, kernel.op_id, kernel.symbol))
+    return merged
 
 
-def build(operators: Sequence[Operator], externals: dict[str, Any]) -> Callable[..., Any]:
-    """The switch as a function; `externals` maps each operator's symbol to something callable."""
+def render(kernels: Sequence[Kernel]) -> str:
+    """Source of `gpuos_dispatch(context, op_id, task, tile, arena)` over these kernels."""
+    return environment().get_template("switch.py.jinja").render(cases=cases(kernels))
+
+
+def build(kernels: Sequence[Kernel], externals: dict[str, Any]) -> Callable[..., Any]:
+    """The switch as a function; `externals` maps each body's symbol to something callable."""
     namespace: dict[str, Any] = {
         **externals,
         "int64": np.int64,
         "UNKNOWN_OPERATOR": np.int32(Status.UNKNOWN_OPERATOR),
     }
-    exec(compile(render(operators), "templates/switch.py.jinja", "exec"), namespace)
+    exec(compile(render(kernels), "templates/switch.py.jinja", "exec"), namespace)
     switch: Callable[..., Any] = namespace["gpuos_dispatch"]
     return switch

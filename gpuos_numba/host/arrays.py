@@ -18,24 +18,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from ..descriptor import MAX_DIMS, DType
+from ..descriptor import DTYPE_NAMES, ITEMSIZE, MAX_DIMS, DType
 from ..errors import ArgumentError, DeviceError, DTypeError
-
-DTYPE_NAMES: Final = {
-    DType.BOOL: "bool",
-    DType.I8: "int8",
-    DType.U8: "uint8",
-    DType.I32: "int32",
-    DType.I64: "int64",
-    DType.F16: "float16",
-    DType.BF16: "bfloat16",
-    DType.F32: "float32",
-    DType.F64: "float64",
-}
-"""As NumPy, ml_dtypes, torch and CuPy all call them."""
-
-ITEMSIZE: Final = (1, 1, 1, 4, 8, 2, 2, 4, 8)
-"""Bytes of an element, by DType code."""
 
 OVERLAP_MAX_WORK: Final = 10_000
 """Candidate solutions that the exact overlap check looks at before it answers "partial"."""
@@ -367,26 +351,6 @@ def _kind(array: object) -> str:
 
 
 # ---- shapes and overlap -----------------------------------------------------------------------------------
-
-
-def broadcast_shape(views: Sequence[ArrayView], names: Sequence[str]) -> tuple[int, ...]:
-    """The shape that NumPy's rules give the operands together."""
-    first = views[0].shape if views else ()
-    if all(view.shape == first for view in views):
-        return first
-    shape = [1] * max(len(view.shape) for view in views)
-    for view in views:
-        for dim in range(-len(view.shape), 0):
-            extent = view.shape[dim]
-            if shape[dim] == 1:
-                shape[dim] = extent
-            elif extent not in (1, shape[dim]):
-                shapes = ", ".join(f"{n} {v.shape}" for n, v in zip(names, views, strict=True))
-                raise ArgumentError(
-                    f"shapes do not broadcast: {shapes} (dimension {dim}: {shape[dim]} against {extent}); "
-                    "reshape the operands so that aligned from the right each extent is equal or 1"
-                )
-    return tuple(shape)
 
 
 def byte_range(view: ArrayView) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Views of operands arrive, slots of the layout table leave: how each operand walks the iteration space.
+"""Layouts arrive, slots of the layout table leave: how each operand of a task is walked.
 
-`aligned_strides` broadcasts a view to the space, `collapse` makes the space as flat as all operands allow,
-and `LayoutTable.intern` gives each resulting layout a slot that the pump copies to the device once. A task
-then carries two bytes an operand instead of a shape. Contiguous tasks need none of this.
+`LayoutTable.intern` gives each layout (see `shapes` for where they come from) a slot that the pump copies to
+the device once. A task then carries two bytes an operand instead of a shape. Contiguous tasks need none of
+this.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
@@ -21,68 +20,13 @@ import numpy as np
 from ..descriptor import LAYOUT, MAX_DIMS, MAX_INPUTS, MAX_OUTPUTS, DType
 from ..errors import ArgumentError, HangError
 from ..protocol import LAYOUT_SLOTS
-from .arrays import ArrayView
-
-Shape = tuple[int, ...]
-Strides = tuple[int, ...]
+from ..shapes import Shape, Strides
 
 TASK_LAYOUTS: Final = MAX_INPUTS + MAX_OUTPUTS
 """Most layouts that one task can need."""
 
 SECTION_LIMIT_S: Final = 60.0
 """A full table waits so long for submissions in progress."""
-
-
-def aligned_strides(view: ArrayView, shape: Shape) -> Strides:
-    """The view's strides over `shape`, 0 where it is broadcast."""
-    if view.shape == shape:
-        return view.strides
-    lead = len(shape) - len(view.shape)
-    if lead < 0:
-        raise ArgumentError(
-            f"an operand of shape {view.shape} does not broadcast to {shape}: it has more dims"
-        )
-    strides = [0] * lead
-    for extent, stride, target in zip(view.shape, view.strides, shape[lead:], strict=True):
-        if extent == target:
-            strides.append(stride)
-        elif extent == 1:
-            strides.append(0)
-        else:
-            raise ArgumentError(
-                f"an operand of shape {view.shape} does not broadcast to {shape}: {extent} against {target}"
-            )
-    return tuple(strides)
-
-
-def collapse(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides]]:
-    """The flattest shape that walks every operand in the same row-major order.
-
-    Dims of extent 1 go, and neighbours merge where all operands step evenly across them. All contiguous gives
-    one dim of stride 1, one element gives (), no elements gives (0,).
-    """
-    flat, walks = _collapse(tuple(shape), tuple(strides))
-    return flat, list(walks)
-
-
-@lru_cache(maxsize=4096)
-def _collapse(shape: Shape, strides: tuple[Strides, ...]) -> tuple[Shape, tuple[Strides, ...]]:
-    if 0 in shape:
-        return (0,), ((1,),) * len(strides)
-    flat: list[int] = []
-    walks: list[list[int]] = [[] for _ in strides]
-    for dim, extent in enumerate(shape):
-        if extent == 1:
-            continue
-        if flat and all(walk[-1] == step[dim] * extent for walk, step in zip(walks, strides, strict=True)):
-            flat[-1] *= extent
-            for walk, step in zip(walks, strides, strict=True):
-                walk[-1] = step[dim]
-        else:
-            flat.append(extent)
-            for walk, step in zip(walks, strides, strict=True):
-                walk.append(step[dim])
-    return tuple(flat), tuple(map(tuple, walks))
 
 
 class LayoutTable:

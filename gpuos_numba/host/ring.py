@@ -14,7 +14,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from ..descriptor import STATUS_BITS, TASK_BYTES, Flag, Status, offset
+from ..descriptor import STATUS_BITS, TASK_BYTES, DType, Flag, Status, offset
 from ..machines.base import Body, HostPrimitives
 from ..protocol import (
     FAILURE,
@@ -405,6 +405,10 @@ def make_submit(m: HostPrimitives) -> Body:
     return m.device(submit)
 
 
+PLAIN_DTYPES = int(DType.F32) * 0x010011
+"""`TASK["dtypes"]` of two f32 inputs and one f32 output."""
+
+
 @cache
 def make_submit_plain(m: HostPrimitives) -> Body:
     """`submit_plain(host, op_id, x, y, out, count, query, stream) -> (position, answer)`.
@@ -423,6 +427,8 @@ def make_submit_plain(m: HostPrimitives) -> Body:
     ANSWER_SENT, ANSWER_DECLINED = u64(SENT), u64(DECLINED)
     RUN_AT, INPUTS, OUTPUT = u64(offset("run")), u64(offset("inputs")), u64(offset("outputs"))
     COUNT, REST = u64(offset("count")), u64(offset("after"))
+    # The word that ends with `dtypes`; its first half belongs to layouts, of which the task has none.
+    DTYPES_AT, ALL_F32 = u64(offset("dtypes") - 4), u64(PLAIN_DTYPES << 32)
 
     def submit_plain(
         host: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, query: Any, stream: Any
@@ -446,6 +452,7 @@ def make_submit_plain(m: HostPrimitives) -> Body:
         while word < TASK_SIZE:
             store_u64(task + word, ZERO)
             word += EIGHT
+        store_u64(task + DTYPES_AT, ALL_F32)
         return position, publish(host, position, ONE) + ANSWER_SENT
 
     return m.device(submit_plain)

@@ -81,12 +81,39 @@ class Primitives(Protocol):
     copy_async: Primitive  # (scratch address, global address) 16 bytes, complete after copy_wait + barrier
     copy_wait: Primitive  # () this thread's copy_async are complete
 
-    # Elements
+    # Elements of operands, which are global memory always; device/elements.py builds on these
     load_f32: Primitive  # (address) -> f32
     store_f32: Primitive  # (address, f32)
     load_f32x4: Primitive  # (address, 16-byte aligned) -> 4 f32
     store_f32x4: Primitive  # (address, f32, f32, f32, f32)
-    load_scratch_f32: Primitive  # (scratch address) -> f32, a scalar parameter
+    load_pair: Primitive  # (address, 16-byte aligned) -> (u64, u64), plain
+    load_u8: Primitive  # (address) -> u64, zero-extended
+    load_u16: Primitive
+    load_word: Primitive  # 32 bits -> u64, zero-extended
+    load_long: Primitive  # 64 bits
+    store_u8: Primitive  # (address, u64), truncated
+    store_u16: Primitive
+    store_word: Primitive  # 32 bits
+    store_long: Primitive  # 64 bits
+    f32_bits: Primitive  # (f32) -> u64, the high half 0
+    bits_f32: Primitive  # (u64) -> f32 of the low half
+    f16_to_f32: Primitive  # (u64, low 16 bits) -> f32
+    f32_to_f16: Primitive  # (f32) -> u64; to nearest even
+    bf16_to_f32: Primitive
+    f32_to_bf16: Primitive
+    fused_multiply_add: Primitive  # (f32, f32, f32) -> f32, rounded once
+    round_even: Primitive  # (f32) -> f32, ties to even
+
+    # Sharing among threads of a block
+    warp_width: Primitive  # () -> u64: 32, or 1 on the CPU
+    shuffle_xor_f32: Primitive  # (f32, u64 mask) -> that of the thread whose index differs by mask
+    shuffle_xor_u64: Primitive
+    load_scratch_f32: Primitive  # (scratch address) -> f32
+    store_scratch_f32: Primitive  # (scratch address, f32)
+
+    # Adding to an output that several tiles or threads share
+    atomic_add_f32: Primitive  # (address, f32); relaxed, scope gpu
+    compare_and_swap_word: Primitive  # (address, u64 expected, u64 desired) 32 bits -> old; relaxed, gpu
 
     divide: Primitive  # (u64, u64 not 0) -> u64, rounded down
 
@@ -114,6 +141,9 @@ class Machine(Protocol):
     idle_floor_s: float
     """Parking sooner than this costs more than it saves."""
     arrays: HostArrays
+
+    def prepare(self, op_id: int) -> None:
+        """Make a kernel runnable. Before the first task of it is submitted."""
 
     def launch(self, workers: int) -> None:
         """Queue a launch behind those before it. Returns at once unless the driver is busy freeing memory."""

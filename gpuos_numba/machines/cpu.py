@@ -25,11 +25,10 @@ from . import areas
 
 @cache
 def compiled() -> SimpleNamespace:
-    """The executor's block and the operators as machine code, compiled once a process (some seconds)."""
-    from numba import cfunc, njit, types
+    """The executor's block as machine code, compiled once a process (some seconds)."""
+    from numba import njit, types
 
     from ..device.executor import make_block
-    from ..device.operators import TABLE
     from ..device.pump import make_pump
     from ..device.worker import make_worker
     from . import cpu_memory as m
@@ -38,11 +37,27 @@ def compiled() -> SimpleNamespace:
     block = make_block(
         m.device(make_pump(m)), m.device(make_worker(m)), m.u64, njit(types.void(*[u64] * 4), nogil=True)
     )
-    signature = types.int32(*[u64] * 4)
-    operators = {
-        operator.op_id: cfunc(signature, error_model="numpy")(operator.make(m)) for operator in TABLE.values()
-    }
-    return SimpleNamespace(block=block, operators=operators)
+    return SimpleNamespace(block=block)
+
+
+_compiling = threading.Lock()
+
+
+@cache
+def _compile_kernel(op_id: int) -> Any:
+    from numba import cfunc, types
+
+    from ..device.operators import KERNELS
+    from . import cpu_memory as m
+
+    signature = types.int32(*[types.uint64] * 4)
+    return cfunc(signature, error_model="numpy")(KERNELS[op_id].make(m))
+
+
+def compiled_kernel(op_id: int) -> Any:
+    """A kernel as a C function, compiled at its first use in the process."""
+    with _compiling:
+        return _compile_kernel(op_id)
 
 
 class CpuMachine:
@@ -71,8 +86,6 @@ class CpuMachine:
         self._put("device_done", areas.first_words(capacity, start, stamp=False))
         self._put("device_state", areas.device_state(start))
         self._put("context", areas.device_context(addresses, capacity))
-        for op_id, function in self._code.operators.items():
-            self.arrays.table[op_id] = function.address
         self._context = addresses["context"]
         self._scratch = [areas.aligned_bytes(SCRATCH_BYTES) for _ in range(self.max_workers + 1)]
         self._changed = threading.Condition()
@@ -85,6 +98,9 @@ class CpuMachine:
     def _put(self, name: str, values: np.ndarray[Any, Any]) -> None:
         at = self._offsets[name]
         self._device[at : at + values.nbytes] = values.view(np.uint8)
+
+    def prepare(self, op_id: int) -> None:
+        self.arrays.table[op_id] = compiled_kernel(op_id).address
 
     def launch(self, workers: int) -> None:
         with self._changed:

@@ -110,7 +110,8 @@ def _plain_load(integer: ir.Type, result: Any) -> Any:
     def load(typingctx, address):
         def codegen(context, builder, signature, args):
             value = builder.load(_pointer(builder, args[0], integer))
-            return builder.zext(value, _I64) if integer == _I32 else value
+            narrow = isinstance(integer, ir.IntType) and integer.width < 64
+            return builder.zext(value, _I64) if narrow else value
 
         return result(types.uint64), codegen
 
@@ -121,7 +122,8 @@ def _plain_store(integer: ir.Type, argument: Any) -> Any:
     @intrinsic
     def store(typingctx, address, value):
         def codegen(context, builder, signature, args):
-            stored = builder.trunc(args[1], _I32) if integer == _I32 else args[1]
+            narrow = isinstance(integer, ir.IntType) and integer.width < 64
+            stored = builder.trunc(args[1], integer) if narrow else args[1]
             builder.store(stored, _pointer(builder, args[0], integer))
             return context.get_dummy_value()
 
@@ -145,7 +147,10 @@ load_u32 = _plain_load(_I32, types.uint64)
 load_f32 = load_scratch_f32 = _plain_load(ir.FloatType(), types.float32)
 store_u64 = _plain_store(_I64, types.uint64)
 store_u32 = _plain_store(_I32, types.uint64)
-store_f32 = _plain_store(ir.FloatType(), types.float32)
+store_f32 = store_scratch_f32 = _plain_store(ir.FloatType(), types.float32)
+load_u8, load_u16 = _plain_load(ir.IntType(8), types.uint64), _plain_load(ir.IntType(16), types.uint64)
+store_u8, store_u16 = _plain_store(ir.IntType(8), types.uint64), _plain_store(ir.IntType(16), types.uint64)
+load_word, load_long, store_word, store_long = load_u32, load_u64, store_u32, store_u64
 
 
 def device(body: Any) -> Any:
@@ -166,6 +171,115 @@ def external(symbol: str, make: Any) -> Any:
 @njit(nogil=True, inline="always")
 def load_pair_relaxed_sys(address):
     return load_relaxed_sys(address), load_relaxed_sys(address + u64(8))
+
+
+@njit(nogil=True, inline="always")
+def load_pair(address):
+    return load_u64(address), load_u64(address + u64(8))
+
+
+def _pure(build: Any, result: Any, *arguments: Any) -> Any:
+    """`build(builder, args)`: an expression on registers alone."""
+
+    def codegen(context, builder, signature, args):
+        return build(builder, args)
+
+    if len(arguments) == 1:
+
+        @intrinsic
+        def one(typingctx, x):
+            return result(*arguments), codegen
+
+        return one
+
+    @intrinsic
+    def three(typingctx, x, y, z):
+        return result(*arguments), codegen
+
+    return three
+
+
+def _half_to_f32(builder: Any, args: Any) -> Any:
+    half = builder.bitcast(builder.trunc(args[0], ir.IntType(16)), ir.HalfType())
+    return builder.fpext(half, ir.FloatType())
+
+
+def _f32_to_half(builder: Any, args: Any) -> Any:
+    half = builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+    return builder.zext(half, _I64)
+
+
+def _bits(builder: Any, args: Any) -> Any:
+    return builder.zext(builder.bitcast(args[0], _I32), _I64)
+
+
+def _from_bits(builder: Any, args: Any) -> Any:
+    return builder.bitcast(builder.trunc(args[0], _I32), ir.FloatType())
+
+
+f16_to_f32 = _pure(_half_to_f32, types.float32, types.uint64)
+f32_to_f16 = _pure(_f32_to_half, types.uint64, types.float32)
+f32_bits = _pure(_bits, types.uint64, types.float32)
+bits_f32 = _pure(_from_bits, types.float32, types.uint64)
+fused_multiply_add = _pure(
+    lambda builder, args: builder.fma(*args), types.float32, types.float32, types.float32, types.float32
+)
+
+
+def _round_even(builder: Any, args: Any) -> Any:
+    rint = builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()])
+    return builder.call(rint, args)
+
+
+round_even = _pure(_round_even, types.float32, types.float32)
+
+
+@njit(nogil=True, inline="always")
+def bf16_to_f32(half):
+    return bits_f32(half << u64(16))
+
+
+@njit(nogil=True, inline="always")
+def f32_to_bf16(value):
+    bits = f32_bits(value)
+    if value != value:
+        return (bits >> u64(16)) | u64(0x40)  # stays NaN, whatever bits are dropped
+    return (bits + u64(0x7FFF) + ((bits >> u64(16)) & u64(1))) >> u64(16)
+
+
+@njit(nogil=True, inline="always")
+def warp_width():
+    return u64(1)
+
+
+@njit(nogil=True, inline="always")
+def shuffle_xor_f32(value, mask):
+    return value
+
+
+@njit(nogil=True, inline="always")
+def shuffle_xor_u64(value, mask):
+    return value
+
+
+@intrinsic
+def compare_and_swap_word(typingctx, address, expected, desired):
+    def codegen(context, builder, signature, args):
+        words = [builder.trunc(word, _I32) for word in args[1:]]
+        pair = builder.cmpxchg(_pointer(builder, args[0], _I32), *words, "monotonic", "monotonic")
+        return builder.zext(builder.extract_value(pair, 0), _I64)
+
+    return types.uint64(*[types.uint64] * 3), codegen
+
+
+@njit(nogil=True)
+def atomic_add_f32(address, value):
+    old = load_u32(address)
+    while True:
+        seen = compare_and_swap_word(address, old, f32_bits(bits_f32(old) + value))
+        if seen == old:
+            break
+        old = seen
 
 
 @njit(nogil=True, inline="always")

@@ -21,8 +21,9 @@ from numba.cuda import dispatcher as numba_dispatcher
 from numba.cuda import types
 
 from ..device import switch
-from ..device.operators import TABLE, Operator
+from ..device.operators import KERNELS
 from ..device.operators.elementwise import make_element_address
+from ..device.operators.table import Kernel
 from ..device.pump import make_pump
 from ..device.worker import make_worker
 from ..errors import MachineError
@@ -112,17 +113,17 @@ def _returning_status(body: Callable[..., Any]) -> Callable[..., Any]:
     return worker
 
 
-def compile_operator(operator: Operator, capability: tuple[int, int], output: str = "ptx") -> Any:
-    """One operator's body, as "ptx" (str) or "ltoir" (bytes)."""
-    return _compile(operator.make(m), m.OPERATOR_SIGNATURE, operator.symbol, capability, output)
+def compile_kernel(kernel: Kernel, capability: tuple[int, int], output: str = "ptx") -> Any:
+    """A kernel's body, the shared one where it has one, as "ptx" (str) or "ltoir" (bytes)."""
+    make = kernel.shared.make if kernel.shared else kernel.make
+    return _compile(make(m), m.OPERATOR_SIGNATURE, kernel.symbol, capability, output)
 
 
-def compile_switch(operators: Sequence[Operator], capability: tuple[int, int], output: str = "ptx") -> Any:
+def compile_switch(kernels: Sequence[Kernel], capability: tuple[int, int], output: str = "ptx") -> Any:
     externals = {
-        operator.symbol: cuda.declare_device(operator.symbol, m.OPERATOR_SIGNATURE, abi="c")
-        for operator in operators
+        kernel.symbol: cuda.declare_device(kernel.symbol, m.OPERATOR_SIGNATURE, abi="c") for kernel in kernels
     }
-    body = switch.build(operators, externals)
+    body = switch.build(kernels, externals)
     return _compile(body, m.DISPATCH_SIGNATURE, m.DISPATCH_SYMBOL, capability, output)
 
 
@@ -134,7 +135,7 @@ def compile_worker(capability: tuple[int, int], output: str = "ptx") -> Any:
     return _compile(_returning_status(make_worker(m)), WORKER_SIGNATURE, WORKER, capability, output)
 
 
-def compile_kernel(capability: tuple[int, int], threads: int, output: str = "ptx") -> Any:
+def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx") -> Any:
     """The entry point: block 0 is the pump, every other block a worker."""
     pump = cuda.declare_device(PUMP, PUMP_SIGNATURE, abi="c")
     worker = cuda.declare_device(WORKER, WORKER_SIGNATURE, abi="c")
@@ -167,17 +168,17 @@ def compile_kernel(capability: tuple[int, int], threads: int, output: str = "ptx
 @functools.cache
 def compile_parts(threads: int, output: str) -> dict[str, Any]:
     """All that is linked, by symbol, for the oldest target: the linker takes it for newer ones too."""
-    operators = tuple(TABLE.values())
+    kernels = {kernel.symbol: kernel for kernel in KERNELS.values()}
     return {
-        KERNEL: compile_kernel(OLDEST, threads, output),
+        KERNEL: compile_entry(OLDEST, threads, output),
         PUMP: compile_pump(OLDEST, output),
         WORKER: compile_worker(OLDEST, output),
-        m.DISPATCH_SYMBOL: compile_switch(operators, OLDEST, output),
+        m.DISPATCH_SYMBOL: compile_switch(tuple(KERNELS.values()), OLDEST, output),
         **{
             symbol: _compile(make(m), m.EXTERNAL_SIGNATURE, symbol, OLDEST, output)
             for symbol, make in EXTERNALS.items()
         },
-        **{operator.symbol: compile_operator(operator, OLDEST, output) for operator in operators},
+        **{symbol: compile_kernel(kernel, OLDEST, output) for symbol, kernel in kernels.items()},
     }
 
 

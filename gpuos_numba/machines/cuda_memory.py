@@ -277,6 +277,181 @@ def store_f32x4(typingctx, address, x, y, z, w):
     return types.void(types.uint64, *[types.float32] * 4), codegen
 
 
+def _global_load(ptx: str, kind: Any) -> Any:
+    """A narrow plain load, zero-extended: PTX has no 8-bit registers, so it lands in a wider one."""
+
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            letter = "l" if kind == _I64 else "r"
+            asm = ir.InlineAsm(
+                ir.FunctionType(kind, [_I64]),
+                ptx,
+                f"={letter},l,~{{memory}}",
+                side_effect=True,
+            )
+            value = builder.call(asm, args)
+            return value if kind == _I64 else builder.zext(value, _I64)
+
+        return types.uint64(types.uint64), codegen
+
+    return load
+
+
+def _global_store(ptx: str, kind: Any) -> Any:
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            letter = "l" if kind == _I64 else "r"
+            word = args[1] if kind == _I64 else builder.trunc(args[1], kind)
+            asm = ir.InlineAsm(
+                ir.FunctionType(_VOID, [_I64, kind]),
+                ptx,
+                f"l,{letter},~{{memory}}",
+                side_effect=True,
+            )
+            builder.call(asm, [args[0], word])
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, types.uint64), codegen
+
+    return store
+
+
+load_u8 = _global_load("ld.global.u8 $0, [$1];", _I32)
+load_u16 = _global_load("{ .reg .u16 half; ld.global.u16 half, [$1]; cvt.u32.u16 $0, half; }", _I32)
+load_word = _global_load("ld.global.u32 $0, [$1];", _I32)
+load_long = _global_load("ld.global.u64 $0, [$1];", _I64)
+store_u8 = _global_store("st.global.u8 [$0], $1;", _I32)
+store_u16 = _global_store("{ .reg .u16 half; cvt.u16.u32 half, $1; st.global.u16 [$0], half; }", _I32)
+store_word = _global_store("st.global.u32 [$0], $1;", _I32)
+store_long = _global_store("st.global.u64 [$0], $1;", _I64)
+
+
+@intrinsic
+def load_pair(typingctx, address):
+    result = types.UniTuple(types.uint64, 2)
+
+    def codegen(context, builder, signature, args):
+        pair = ir.LiteralStructType([_I64, _I64])
+        asm = ir.InlineAsm(
+            ir.FunctionType(pair, [_I64]),
+            "ld.global.v2.u64 {$0, $1}, [$2];",
+            "=l,=l,l,~{memory}",
+            side_effect=True,
+        )
+        both = builder.call(asm, args)
+        return context.make_tuple(builder, result, [builder.extract_value(both, word) for word in (0, 1)])
+
+    return result(types.uint64), codegen
+
+
+def _pure(ptx: str, constraints: str, result: Any, *arguments: Any) -> Any:
+    """An instruction on registers alone, which the compiler may move, merge and drop."""
+    kinds = {types.float32: ir.FloatType(), types.uint64: _I64}
+    function = ir.FunctionType(kinds[result], [kinds[each] for each in arguments])
+
+    def codegen(context, builder, signature, args):
+        return builder.call(ir.InlineAsm(function, ptx, constraints, side_effect=False), args)
+
+    if len(arguments) == 1:
+
+        @intrinsic
+        def one(typingctx, x):
+            return result(*arguments), codegen
+
+        return one
+
+    @intrinsic
+    def three(typingctx, x, y, z):
+        return result(*arguments), codegen
+
+    return three
+
+
+_F32, _U64 = types.float32, types.uint64
+_ROUND = "{{ .reg .b16 half, none; mov.b16 none, 0; {} half, $1; mov.b64 $0, {{half, none, none, none}}; }}"
+f16_to_f32 = _pure(
+    "{ .reg .b16 half, a, b, c; mov.b64 {half, a, b, c}, $1; cvt.f32.f16 $0, half; }", "=f,l", _F32, _U64
+)
+f32_to_f16 = _pure(_ROUND.format("cvt.rn.f16.f32"), "=l,f", _U64, _F32)
+bf16_to_f32 = _pure(
+    "{ .reg .u32 low; cvt.u32.u64 low, $1; shl.b32 low, low, 16; mov.b32 $0, low; }", "=f,l", _F32, _U64
+)
+f32_to_bf16 = _pure(_ROUND.format("cvt.rn.bf16.f32"), "=l,f", _U64, _F32)
+f32_bits = _pure("{ .reg .u32 low; mov.b32 low, $1; cvt.u64.u32 $0, low; }", "=l,f", _U64, _F32)
+bits_f32 = _pure("{ .reg .u32 low; cvt.u32.u64 low, $1; mov.b32 $0, low; }", "=f,l", _F32, _U64)
+fused_multiply_add = _pure("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", _F32, _F32, _F32, _F32)
+round_even = _pure("cvt.rni.f32.f32 $0, $1;", "=f,f", _F32, _F32)
+
+
+@intrinsic
+def store_scratch_f32(typingctx, address, value):
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0], ir.FloatType()))
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.float32), codegen
+
+
+@intrinsic
+def warp_width(typingctx):
+    def codegen(context, builder, signature, args):
+        return _I64(32)
+
+    return types.uint64(), codegen
+
+
+@intrinsic
+def shuffle_xor_f32(typingctx, value, mask):
+    def codegen(context, builder, signature, args):
+        ptx = (
+            "{ .reg .b32 from, to, mask; mov.b32 from, $1; cvt.u32.u64 mask, $2; "
+            "shfl.sync.bfly.b32 to, from, mask, 31, -1; mov.b32 $0, to; }"
+        )
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _I64])
+        return builder.call(ir.InlineAsm(kind, ptx, "=f,f,l,~{memory}", side_effect=True), args)
+
+    return types.float32(types.float32, types.uint64), codegen
+
+
+@intrinsic
+def shuffle_xor_u64(typingctx, value, mask):
+    def codegen(context, builder, signature, args):
+        ptx = (
+            "{ .reg .b32 low, high, mask; mov.b64 {low, high}, $1; cvt.u32.u64 mask, $2; "
+            "shfl.sync.bfly.b32 low, low, mask, 31, -1; shfl.sync.bfly.b32 high, high, mask, 31, -1; "
+            "mov.b64 $0, {low, high}; }"
+        )
+        kind = ir.FunctionType(_I64, [_I64, _I64])
+        return builder.call(ir.InlineAsm(kind, ptx, "=l,l,l,~{memory}", side_effect=True), args)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def atomic_add_f32(typingctx, address, value):
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_VOID, [_I64, ir.FloatType()])
+        ptx = "red.relaxed.gpu.global.add.f32 [$0], $1;"
+        builder.call(ir.InlineAsm(kind, ptx, "l,f,~{memory}", side_effect=True), args)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.float32), codegen
+
+
+@intrinsic
+def compare_and_swap_word(typingctx, address, expected, desired):
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64, _I32, _I32])
+        ptx = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"
+        asm = ir.InlineAsm(kind, ptx, "=r,l,r,r,~{memory}", side_effect=True)
+        words = [args[0], builder.trunc(args[1], _I32), builder.trunc(args[2], _I32)]
+        return builder.zext(builder.call(asm, words), _I64)
+
+    return types.uint64(*[types.uint64] * 3), codegen
+
+
 def _special_register(ptx: str) -> Any:
     @intrinsic
     def read(typingctx):

@@ -1,68 +1,46 @@
-"""The operator table: the one place that says which operators there are and how each is called."""
+"""The operator table: which operators there are. Each family is a module of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from ...descriptor import DType
-from ...machines.base import Body, Primitives
-from . import elementwise as e
+from . import elementwise
+from .table import CONTROL_IDS, Kernel, Plan
+from .table import Operator as Operator
 
+_NOP: Final = Kernel(CONTROL_IDS, "nop", elementwise.make_nop)
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One operator.
-
-    Attributes:
-        name: as in `rt.submit(name, ...)` and `rt.<name>`.
-        op_id: its case in the switch; 0 is NOP.
-        family: for people.
-        inputs: how many arrays it reads.
-        outputs: how many arrays it writes.
-        dtypes: element types it takes; inputs and outputs share one.
-        scalars: names of its f32 parameters, in the order in which they are packed.
-        tile: elements above which a task is shared by several blocks, and about as many per tile; 0: never.
-        formula: what one element, row or matrix becomes.
-        make: factory of the body.
-        spec: the same in NumPy; results equal it to `tolerance`.
-        tolerance: relative, against `spec`; 0 means bit for bit (NaN equal to NaN).
-    """
-
-    name: str
-    op_id: int
-    family: str
-    inputs: int
-    outputs: int
-    dtypes: tuple[DType, ...]
-    scalars: tuple[str, ...]
-    tile: int
-    formula: str
-    make: Callable[[Primitives], Body]
-    spec: Callable[..., Any] | None
-    tolerance: float = 0.0
-
-    @property
-    def symbol(self) -> str:
-        """Name of the compiled body."""
-        return f"gpuos_op_{self.op_id}_{self.name}"
-
-
-_F32 = (DType.F32,)
-_TILE = 32 * 1024  # a block moves this many f32 in a few µs, about what handing out a tile costs
-
-_ALL: Final = (
-    Operator("nop", 0, "control", 0, 0, _F32, (), 0, "nothing", e.make_nop, None),
-    Operator("copy", 1, "element-wise", 1, 1, _F32, (), _TILE, "a", e.make_copy, e.spec_copy),
-    Operator("fill", 2, "element-wise", 0, 1, _F32, ("value",), _TILE, "value", e.make_fill, e.spec_fill),
-    Operator("add", 3, "element-wise", 2, 1, _F32, (), _TILE, "a + b", e.make_add, e.spec_add),
-    Operator("sub", 4, "element-wise", 2, 1, _F32, (), _TILE, "a - b", e.make_sub, e.spec_sub),
-    Operator("mul", 5, "element-wise", 2, 1, _F32, (), _TILE, "a * b", e.make_mul, e.spec_mul),
-    Operator("div", 6, "element-wise", 2, 1, _F32, (), _TILE, "a / b", e.make_div, e.spec_div),
-    Operator("relu", 7, "element-wise", 1, 1, _F32, (), _TILE, "max(a, 0)", e.make_relu, e.spec_relu),
+_CONTROL: Final = (
+    Operator(
+        "nop",
+        "control",
+        (0, 0),
+        0,
+        (DType.F32,),
+        "nothing: for measuring, and for ordering",
+        infer=lambda inputs: (),
+        plan=lambda inputs, outputs, blocks: Plan(_NOP.op_id, 0),
+        kernels=(_NOP,),
+        spec=None,
+    ),
 )
 
-TABLE: Final = MappingProxyType({operator.name: operator for operator in _ALL})
+FAMILIES: Final = (_CONTROL, elementwise.OPERATORS)
+
+TABLE: Final = MappingProxyType({operator.name: operator for family in FAMILIES for operator in family})
 """Operators by name."""
+
+KERNELS: Final = MappingProxyType(
+    {kernel.op_id: kernel for operator in TABLE.values() for kernel in operator.kernels}
+)
+"""Cases of the switch by op_id."""
+
+PLAIN_LIMIT: Final = elementwise.TILE
+"""Elements up to which an element-wise task is never tiled."""
+
+assert len(TABLE) == sum(map(len, FAMILIES)), "two operators of one name"
+for _operator in TABLE.values():
+    for _kernel in _operator.kernels:
+        assert KERNELS[_kernel.op_id] == _kernel, f"two kernels of id {_kernel.op_id}"

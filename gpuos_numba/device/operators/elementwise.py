@@ -8,13 +8,29 @@ operands take 16-byte accesses, anything else walks its layout. Element `i` of t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ...descriptor import LAYOUT_BYTES, Flag, layout_offset, offset
+from ...descriptor import LAYOUT_BYTES, MAX_INPUTS, DType, Flag, layout_offset, offset
 from ...machines.base import Body, Primitives
 from ...protocol import CONTEXT, field
+from ...shapes import aligned_strides, broadcast_shape, collapse
+from .table import (
+    ELEMENTWISE_IDS,
+    Draw,
+    Example,
+    Kernel,
+    Operand,
+    Operator,
+    Parameter,
+    Plan,
+    Result,
+    Walk,
+    pack,
+    refuse_dtype,
+)
 
 F32_BYTES = 4
 Array = Any
@@ -280,3 +296,86 @@ def make_relu(m: Primitives) -> Body:
 
 def spec_relu(a: Array) -> Array:
     return np.where(a < 0, np.float32(0), a)
+
+
+# --- planning: what is common to the family ---
+
+TILE = 32 * 1024
+"""Elements of a tile: a block moves them in a few µs, about what handing out a tile costs."""
+
+
+def tile_count(count: int, blocks: int) -> int:
+    """How many tiles share `count` elements."""
+    return min(-(-count // TILE), 4 * blocks) if count > TILE else 1
+
+
+def walks_of(inputs: Sequence[Operand | None], output: Operand) -> tuple[Walk | None, ...] | None:
+    """How inputs broadcast to the output are walked together, None where all is contiguous."""
+    operands = [operand for operand in inputs if operand is not None and not operand.immediate]
+    if output.contiguous and all(each.contiguous and each.shape == output.shape for each in operands):
+        return None
+    everyone = [*operands, output]
+    shape, steps = collapse(output.shape, [aligned_strides(each, output.shape) for each in everyone])
+    if len(shape) <= 1 and all(step in ((), (1,)) for step in steps):
+        return None
+    walked = iter([Walk(each.dtype, shape, step) for each, step in zip(everyone, steps, strict=True)])
+    places = [None if each is None or each.immediate else next(walked) for each in inputs]
+    return (*places, *[None] * (MAX_INPUTS - len(places)), next(walked))
+
+
+def _operator(name: str, op_id: int, arity: int, formula: str, make: Any, spec: Any, **more: Any) -> Operator:
+    kernel = Kernel(op_id, name, make)
+
+    def infer(inputs: Sequence[Operand], /) -> tuple[Result, ...]:
+        for place, operand in enumerate(inputs):
+            if operand.dtype is not DType.F32:
+                raise refuse_dtype(name, f"inputs[{place}]", operand.dtype, (DType.F32,))
+        return (Result(broadcast_shape(inputs, [f"inputs[{i}]" for i in range(arity)]), DType.F32),)
+
+    def plan(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, **scalars: float) -> Plan:
+        if outputs[0].dtype is not DType.F32:
+            raise refuse_dtype(name, "out", outputs[0].dtype, (DType.F32,))
+        count = outputs[0].elements
+        return Plan(
+            op_id,
+            count,
+            tile_count(count, blocks),
+            walks_of(inputs, outputs[0]),
+            pack("f" * len(scalars), *scalars.values()),
+        )
+
+    def example(draw: Draw) -> Example:
+        shape = draw.shape()
+        return [draw.array(draw.broadcastable(shape), DType.F32) for _ in range(arity)], {}
+
+    return Operator(
+        name,
+        "element-wise",
+        (arity, arity),
+        1,
+        (DType.F32,),
+        formula,
+        infer,
+        plan,
+        (kernel,),
+        spec,
+        same_ok=tuple(range(arity)),
+        like_out=arity == 0,
+        plain=arity > 0,
+        tiling=f"above {TILE} elements",
+        example=example if arity else None,
+        **more,
+    )
+
+
+OPERATORS = (
+    _operator("copy", ELEMENTWISE_IDS + 0, 1, "a", make_copy, spec_copy),
+    _operator(
+        "fill", ELEMENTWISE_IDS + 1, 0, "value", make_fill, spec_fill, parameters=(Parameter("value"),)
+    ),
+    _operator("add", ELEMENTWISE_IDS + 2, 2, "a + b", make_add, spec_add),
+    _operator("sub", ELEMENTWISE_IDS + 3, 2, "a - b", make_sub, spec_sub),
+    _operator("mul", ELEMENTWISE_IDS + 4, 2, "a * b", make_mul, spec_mul),
+    _operator("div", ELEMENTWISE_IDS + 5, 2, "a / b", make_div, spec_div),
+    _operator("relu", ELEMENTWISE_IDS + 6, 1, "max(a, 0)", make_relu, spec_relu),
+)
