@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..descriptor import ITEMSIZE, DType
+from ..descriptor import ITEMSIZE, DType, layout_offset
 from ..machines.base import Body, Primitives
 
 VECTOR = 8
@@ -33,6 +33,53 @@ def make_itemsize(m: Primitives) -> Body:
         return (SIZES >> (kind << TWO)) & FIFTEEN
 
     return m.device(itemsize)
+
+
+@functools.cache
+def make_tile_range(m: Primitives) -> Body:
+    """`tile_range(count, tiles, tile) -> (begin, end)`: a tile's elements; starts are 16-byte aligned."""
+    u64, divide = m.u64, m.divide
+    ZERO, ONE, TWO, THREE = u64(0), u64(1), u64(2), u64(3)
+
+    def tile_range(count: Any, tiles: Any, tile: Any) -> Any:
+        if tiles <= ONE:
+            return ZERO, count
+        size = ((divide(count + tiles - ONE, tiles) + THREE) >> TWO) << TWO
+        begin = tile * size
+        end = begin + size
+        if begin > count:
+            begin = count
+        if end > count:
+            end = count
+        return begin, end
+
+    return m.device(tile_range)
+
+
+def make_element_address(m: Primitives) -> Body:
+    """`element_address(layout, base, index)`: address of element `index` of a view, in row-major order.
+
+    Strides are two's complement words: a negative one wraps to the right address.
+    """
+    u64 = m.u64
+    load_u64, load_u32, divide, out_of_line = m.load_u64, m.load_u32, m.divide, m.out_of_line
+    itemsize = make_itemsize(m)
+    KIND, NDIM, SHAPE = u64(layout_offset("dtype")), u64(layout_offset("ndim")), u64(layout_offset("shape"))
+    STRIDES, ZERO, ONE, EIGHT = u64(layout_offset("strides")), u64(0), u64(1), u64(8)
+
+    def element_address(layout: Any, base: Any, index: Any) -> Any:
+        out_of_line()
+        dim = load_u32(layout + NDIM)
+        steps = ZERO
+        while dim > ZERO:
+            dim -= ONE
+            extent = load_u64(layout + SHAPE + dim * EIGHT)
+            rest = divide(index, extent)
+            steps += (index - rest * extent) * load_u64(layout + STRIDES + dim * EIGHT)
+            index = rest
+        return base + steps * itemsize(load_u32(layout + KIND))
+
+    return element_address
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from numba.cuda import dispatcher as numba_dispatcher
 from numba.cuda import types
 
 from ..device import switch
+from ..device.elements import make_element_address
 from ..device.operators import KERNELS
-from ..device.operators.elementwise import make_element_address
 from ..device.operators.table import Kernel
 from ..device.pump import make_pump
 from ..device.worker import make_worker

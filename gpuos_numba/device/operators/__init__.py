@@ -7,6 +7,7 @@ from typing import Final
 
 from ...descriptor import DType
 from . import elementwise
+from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
 
@@ -37,7 +38,7 @@ KERNELS: Final = MappingProxyType(
 )
 """Cases of the switch by op_id."""
 
-PLAIN_LIMIT: Final = elementwise.TILE
+PLAIN_LIMIT: Final = TILE
 """Elements up to which an element-wise task is never tiled."""
 
 assert len(TABLE) == sum(map(len, FAMILIES)), "two operators of one name"

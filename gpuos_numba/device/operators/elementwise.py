@@ -7,16 +7,17 @@ operands take 16-byte accesses, anything else walks its layout. Element `i` of t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ...descriptor import LAYOUT_BYTES, MAX_INPUTS, DType, Flag, layout_offset, offset
+from ...descriptor import LAYOUT_BYTES, DType, Flag, offset
 from ...machines.base import Body, Primitives
 from ...protocol import CONTEXT, field
-from ...shapes import aligned_strides, broadcast_shape, collapse
+from ...shapes import broadcast_shape
+from ..elements import make_element_address, make_tile_range
+from .planning import TILE, tile_count, walks_of
 from .table import (
     ELEMENTWISE_IDS,
     Draw,
@@ -27,61 +28,12 @@ from .table import (
     Parameter,
     Plan,
     Result,
-    Walk,
     pack,
     refuse_dtype,
 )
 
-F32_BYTES = 4
 Array = Any
 """numpy.ndarray of f32, or a scalar of it."""
-
-
-@functools.cache
-def make_tile_range(m: Primitives) -> Body:
-    """`tile_range(count, tiles, tile) -> (begin, end)`: a tile's elements; starts are 16-byte aligned."""
-    u64, divide = m.u64, m.divide
-    ZERO, ONE, TWO, THREE = u64(0), u64(1), u64(2), u64(3)
-
-    def tile_range(count: Any, tiles: Any, tile: Any) -> Any:
-        if tiles <= ONE:
-            return ZERO, count
-        size = ((divide(count + tiles - ONE, tiles) + THREE) >> TWO) << TWO
-        begin = tile * size
-        end = begin + size
-        if begin > count:
-            begin = count
-        if end > count:
-            end = count
-        return begin, end
-
-    return m.device(tile_range)
-
-
-def make_element_address(m: Primitives) -> Body:
-    """`element_address(layout, base, index)`: address of element `index` of a view, in row-major order.
-
-    Strides are two's complement words: a negative one wraps to the right address.
-    """
-    u64 = m.u64
-    load_u64, load_u32, divide, out_of_line = m.load_u64, m.load_u32, m.divide, m.out_of_line
-    NDIM, SHAPE = u64(layout_offset("ndim")), u64(layout_offset("shape"))
-    STRIDES, ZERO, ONE, EIGHT = u64(layout_offset("strides")), u64(0), u64(1), u64(8)
-    ELEMENT = u64(F32_BYTES)
-
-    def element_address(layout: Any, base: Any, index: Any) -> Any:
-        out_of_line()
-        dim = load_u32(layout + NDIM)
-        steps = ZERO
-        while dim > ZERO:
-            dim -= ONE
-            extent = load_u64(layout + SHAPE + dim * EIGHT)
-            rest = divide(index, extent)
-            steps += (index - rest * extent) * load_u64(layout + STRIDES + dim * EIGHT)
-            index = rest
-        return base + steps * ELEMENT
-
-    return element_address
 
 
 def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
@@ -298,29 +250,7 @@ def spec_relu(a: Array) -> Array:
     return np.where(a < 0, np.float32(0), a)
 
 
-# --- planning: what is common to the family ---
-
-TILE = 32 * 1024
-"""Elements of a tile: a block moves them in a few µs, about what handing out a tile costs."""
-
-
-def tile_count(count: int, blocks: int) -> int:
-    """How many tiles share `count` elements."""
-    return min(-(-count // TILE), 4 * blocks) if count > TILE else 1
-
-
-def walks_of(inputs: Sequence[Operand | None], output: Operand) -> tuple[Walk | None, ...] | None:
-    """How inputs broadcast to the output are walked together, None where all is contiguous."""
-    operands = [operand for operand in inputs if operand is not None and not operand.immediate]
-    if output.contiguous and all(each.contiguous and each.shape == output.shape for each in operands):
-        return None
-    everyone = [*operands, output]
-    shape, steps = collapse(output.shape, [aligned_strides(each, output.shape) for each in everyone])
-    if len(shape) <= 1 and all(step in ((), (1,)) for step in steps):
-        return None
-    walked = iter([Walk(each.dtype, shape, step) for each, step in zip(everyone, steps, strict=True)])
-    places = [None if each is None or each.immediate else next(walked) for each in inputs]
-    return (*places, *[None] * (MAX_INPUTS - len(places)), next(walked))
+# --- the table ---
 
 
 def _operator(name: str, op_id: int, arity: int, formula: str, make: Any, spec: Any, **more: Any) -> Operator:

@@ -1,0 +1,37 @@
+"""What plans of many families share: walking operands together, and how many tiles share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ...descriptor import MAX_INPUTS
+from ...shapes import aligned_strides, collapse
+from .table import Operand, Walk
+
+TILE: Final = 32 * 1024
+"""Elements of an element-wise tile: a block moves them in a few µs, about what handing out a tile costs."""
+
+
+def tile_count(count: int, blocks: int) -> int:
+    """How many tiles share `count` elements."""
+    return min(-(-count // TILE), 4 * blocks) if count > TILE else 1
+
+
+def walk(operand: Operand) -> Walk:
+    """An operand walked as it is, dimension by dimension."""
+    return Walk(operand.dtype, operand.shape, operand.strides)
+
+
+def walks_of(inputs: Sequence[Operand | None], output: Operand) -> tuple[Walk | None, ...] | None:
+    """How inputs broadcast to the output are walked together, None where all is contiguous."""
+    operands = [operand for operand in inputs if operand is not None and not operand.immediate]
+    if output.contiguous and all(each.contiguous and each.shape == output.shape for each in operands):
+        return None
+    everyone = [*operands, output]
+    shape, steps = collapse(output.shape, [aligned_strides(each, output.shape) for each in everyone])
+    if len(shape) <= 1 and all(step in ((), (1,)) for step in steps):
+        return None
+    walked = iter([Walk(each.dtype, shape, step) for each, step in zip(everyone, steps, strict=True)])
+    places = [None if each is None or each.immediate else next(walked) for each in inputs]
+    return (*places, *[None] * (MAX_INPUTS - len(places)), next(walked))
