@@ -167,21 +167,25 @@ class ParkReason(IntEnum):
 
 
 # Scratch: one block's shared memory, by byte offset. The worker and the pump use the same bytes differently.
-SCRATCH_ENTRY: Final = 0  # worker: the queue entry taken, 0 to leave; pump: ParkReason, 0 to go on
+SCRATCH_ENTRY: Final = 0  # worker: the queue entry taken, 0 to leave
 SCRATCH_MERGE: Final = 8  # worker: 1 where this block finished the last tile
-SCRATCH_GAP: Final = 16  # pump: first unpublished index of the window; two 32-bit words used in turn
-SCRATCH_SPECIAL: Final = 24  # pump: 1 where the window holds a tiled or linked task; two words in turn
 SCRATCH_FLOOR: Final = 32  # pump: two words, items and positions known to be complete
 SCRATCH_CONTROL: Final = 64  # pump: the host's control words as the last flight brought them
 SCRATCH_TASKS: Final = 128  # worker: staged descriptors, two groups used in turn
 SCRATCH_META: Final = SCRATCH_TASKS  # pump: run, tiles and link of each task of the window
 SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * GROUP * TASK_BYTES  # worker: status of each task of a run, 32-bit
+SCRATCH_TURNS: Final = SCRATCH_STATUS  # pump: a record a turn, three used in turn; see TURN
 SCRATCH_CONTEXT: Final = SCRATCH_STATUS + 4 * MAX_RUN  # a copy: an acquire empties L1, re-reading goes to L2
 SCRATCH_ARENA: Final = 3456  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
-assert SCRATCH_META + 8 * WINDOW <= SCRATCH_CONTEXT
+TURN: Final = np.dtype([("gap", "<u4"), ("special", "<u4"), ("reason", "<u8")])
+"""What the threads of the pump learn in one flight. gap: index of the first stamp that is not published;
+special: 1 where a tiled or linked task came; reason: ParkReason, 0 to go on."""
+
+assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
+assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT
 assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_ARENA
 
 HEARTBEAT_LIMIT_NS: Final = 2_000_000_000

@@ -336,7 +336,7 @@ CAUGHT = [
         "the cursor is kept too far",
         PUMP,
         "(state + CURSOR, cursor)",
-        "(state + CURSOR, known)",
+        "(state + CURSOR, cursor + gap)",
         "lease, one worker",
     ),
     # ---- device/ring.py: leave

@@ -23,11 +23,10 @@ from ..protocol import (
     HOST_STATE,
     LAYOUT_SLOTS,
     SCRATCH_CONTROL,
-    SCRATCH_ENTRY,
     SCRATCH_FLOOR,
-    SCRATCH_GAP,
     SCRATCH_META,
-    SCRATCH_SPECIAL,
+    SCRATCH_TURNS,
+    TURN,
     WINDOW,
     ParkReason,
     field,
@@ -46,7 +45,7 @@ QUIET_WINDOW = 4
 def make_pump(m: Primitives) -> Body:
     """Build the pump for a machine: `pump(context, workers, scratch)`, one block."""
     u64, barrier = m.u64, m.barrier
-    thread_index = m.thread_index
+    thread_index, block_width = m.thread_index, m.block_width
     store_release_gpu, store_relaxed_sys = m.store_release_gpu, m.store_relaxed_sys
     store_relaxed_gpu = m.store_relaxed_gpu
     load_u64, store_u64 = m.load_u64, m.store_u64
@@ -66,11 +65,12 @@ def make_pump(m: Primitives) -> Body:
     CURSOR, ITEMS = u64(field(DEVICE_STATE, "cursor")), u64(field(DEVICE_STATE, "items"))
     LAUNCHES = u64(field(DEVICE_STATE, "launches"))
     KNOWN_LAYOUTS = u64(field(DEVICE_STATE, "layouts"))
-    ZERO, ONE, FOUR, EIGHT = u64(0), u64(1), u64(4), u64(8)
+    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
     SIXTEEN, THIRTY_TWO, CONTROL = u64(16), u64(32), u64(SCRATCH_CONTROL)
     QUIET_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(WINDOW)
-    GAP, SPECIAL = u64(SCRATCH_GAP), u64(SCRATCH_SPECIAL)
-    ENTRY, HEARTBEAT = u64(SCRATCH_ENTRY), u64(SCRATCH_CONTROL + field(HOST_CONTROL, "heartbeat"))
+    TURNS, LAST_TURN, TURN_SIZE = u64(SCRATCH_TURNS), u64(2), u64(TURN.itemsize)
+    GAP, SPECIAL, REASON = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(field(TURN, "reason"))
+    HEARTBEAT = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "heartbeat"))
     NEW_LAYOUTS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "layouts"))
 
     def pump(context: Any, workers: Any, scratch: Any) -> None:
@@ -78,8 +78,15 @@ def make_pump(m: Primitives) -> Body:
         thread = thread_index()
         report = load_u64(context + HOST_STATE_AT)
         state = load_u64(context + DEVICE_STATE_AT)
+        control = load_u64(context + HOST_CONTROL_AT)
         mask = load_u64(context + MASK)
         queue_bits = log2(mask + ONE) + ONE
+        # Each of three warps has its part in a flight, so that none waits for another's loads.
+        keeper = ZERO
+        mover = ZERO
+        if block_width() > THIRTY_TWO:
+            keeper = THIRTY_TWO
+            mover = block_width() - THIRTY_TWO
 
         # Plain loads: the launch before this one, earlier in stream order, was the last to write these.
         cursor = load_u64(state + CURSOR)  # next position to take
@@ -96,33 +103,64 @@ def make_pump(m: Primitives) -> Body:
         limit = QUIET_LIMIT
         turn = ZERO
         spins = ZERO
-        if thread == ZERO:
+        if thread == keeper:
             # What the host sets before a launch and leaves alone while it lasts; read once.
-            control = load_u64(context + HOST_CONTROL_AT)
             lease, idle = load_pair_relaxed_sys(control + SIXTEEN)
             interned, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
+            store_u64(scratch + CONTROL, ZERO)
+            store_u64(scratch + CONTROL + EIGHT, ZERO)
             store_u64(scratch + CONTROL + SIXTEEN, lease)
             store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
             store_u64(scratch + CONTROL + THIRTY_TWO, interned)
             store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
+        if thread == ZERO:
             store_relaxed_sys(report + WORKERS, workers)
             store_relaxed_sys(report + BEGUN, launch)
-            store_u32(scratch + GAP, limit)
-            store_u32(scratch + SPECIAL, ZERO)
+            store_u32(scratch + TURNS + GAP, FULL_LIMIT)
+            store_u32(scratch + TURNS + SPECIAL, ZERO)
+            store_u32(scratch + TURNS + TURN_SIZE + GAP, FULL_LIMIT)
+            store_u32(scratch + TURNS + TURN_SIZE + SPECIAL, ZERO)
         barrier()
 
         while True:
+            # Three records are used in turn: while this flight fills one, a slow thread may still read the
+            # last, and the next is reset below, before a barrier that its users wait at.
+            record = scratch + TURNS + turn * TURN_SIZE
+            turn += ONE
+            if turn > LAST_TURN:
+                turn = ZERO
             ready = known - cursor
-            here = (turn & ONE) * FOUR  # gap and special alternate, so that resetting one races with nobody
-            fly(context, scratch, here, cursor, ready, known, limit)
+            park_request = beat = interned = ZERO
+            if thread == keeper:
+                # Relaxed: a count of layouts read here is at least what the tasks below `known` need,
+                # because their stamps were acquired in an earlier flight.
+                park_request, beat = load_pair_relaxed_sys(control)
+                if ready != ZERO:
+                    interned, _ = load_pair_relaxed_sys(control + THIRTY_TWO)
+            fly(context, scratch, record, mover, cursor, ready, known, limit)
+            if thread == keeper:
+                # While those loads fly, on what the last flight brought:
+                now = now_ns()
+                if ready != ZERO:
+                    active = now
+                seen = load_u64(scratch + HEARTBEAT)
+                if seen != heartbeat:
+                    heartbeat = seen
+                    alive = now
+                reason = decide(
+                    context, scratch, launch, workers, items, known, ready, now, started, active, alive
+                )
+                store_u64(record + REASON, reason)
+                if ready != ZERO:
+                    store_u64(scratch + NEW_LAYOUTS, interned)
+                store_u64(scratch + CONTROL, park_request)
+                store_u64(scratch + HEARTBEAT, beat)
             barrier()  # the window is in scratch and in the device ring
-            gap = load_u32(scratch + GAP + here)
-            special = load_u32(scratch + SPECIAL + here)
-            interned = load_u64(scratch + NEW_LAYOUTS)
-            next_limit = QUIET_LIMIT
-            if gap != ZERO:
-                next_limit = FULL_LIMIT
+            gap = load_u32(record + GAP)
+            special = load_u32(record + SPECIAL)
+            reason = load_u64(record + REASON)
             if ready != ZERO:
+                interned = load_u64(scratch + NEW_LAYOUTS)
                 if interned != layouts:
                     copy_layouts(context, layouts, interned)
                     layouts = interned
@@ -134,32 +172,27 @@ def make_pump(m: Primitives) -> Body:
                     context, scratch, queue_bits, special, cursor, ready, items, floor, retired
                 )
             cursor = known
-            known = known + gap
+            limit = QUIET_LIMIT
+            if gap >= QUIET_LIMIT:
+                limit = FULL_LIMIT  # more came than was watched for
             if thread == ZERO:
-                store_u32(scratch + GAP + (here ^ FOUR), next_limit)
-                store_u32(scratch + SPECIAL + (here ^ FOUR), ZERO)
+                # The record after the next one's: nobody reads it any more, and its users are a barrier away.
+                fresh = scratch + TURNS
+                if turn < LAST_TURN:
+                    fresh += (turn + ONE) * TURN_SIZE
+                store_u32(fresh + GAP, FULL_LIMIT)
+                store_u32(fresh + SPECIAL, ZERO)
                 if ready != ZERO:
                     store_relaxed_sys(report + INGESTED, cursor)
-                now = now_ns()
-                if ready != ZERO or gap != ZERO:
-                    active = now
-                    spins = ZERO
-                beat = load_u64(scratch + HEARTBEAT)
-                if beat != heartbeat:
-                    heartbeat = beat
-                    alive = now
-                reason = decide(
-                    context, scratch, launch, workers, items, known, gap + ready, now, started, active, alive
-                )
-                store_u64(scratch + ENTRY, reason)
-                if reason == ZERO and known == cursor:
-                    pause(spins)
-                    spins += ONE
-            limit = next_limit
-            turn += ONE
-            barrier()
-            if load_u64(scratch + ENTRY) != ZERO:
-                break
+            if reason != ZERO:
+                break  # what this flight found published is the next launch's
+            known = known + gap
+            if ready != ZERO:
+                barrier()  # the window may be overwritten
+                spins = ZERO
+            elif gap == ZERO and thread == ZERO:
+                pause(spins)
+                spins += ONE
 
         if thread == ZERO:
             store_relaxed_gpu(state + CURSOR, cursor)
@@ -175,11 +208,13 @@ def make_pump(m: Primitives) -> Body:
 
 
 def _make_fly(m: Primitives) -> Body:
-    """`fly(context, scratch, here, cursor, ready, known, limit)`: one flight over the bus.
+    """`fly(context, scratch, record, mover, cursor, ready, known, limit)`: one flight over the bus.
 
-    Moves the `ready` descriptors from `cursor` to the device ring and their meta words to scratch, lowers
-    scratch[gap] to the first of the `limit` stamps from `known` that is not published, and brings the
-    host's control words to scratch. Loads that do not depend on each other are issued together.
+    Moves the `ready` descriptors from `cursor`, all published before this flight, to the device ring; what
+    hand_out needs to know of each stays in scratch. Sets record.gap, which says WINDOW, to the index of the
+    first of the `limit` stamps from `known` that is not published, or to `limit`. Loads that do not depend on
+    each other are issued together. The thread `mover` moves the first chunk: a small window keeps clear of
+    the warps that watch stamps and control words.
     """
     u64 = m.u64
     thread_index, block_width = m.thread_index, m.block_width
@@ -189,28 +224,35 @@ def _make_fly(m: Primitives) -> Body:
 
     HOST_RING, STAMPS = u64(field(CONTEXT, "host_ring")), u64(field(CONTEXT, "stamps"))
     DEVICE_RING, MASK = u64(field(CONTEXT, "device_ring")), u64(field(CONTEXT, "mask"))
-    HOST_CONTROL_AT = u64(field(CONTEXT, "host_control"))
-    ZERO, ONE, THREE, SEVEN, EIGHT = u64(0), u64(1), u64(3), u64(7), u64(8)
-    SIXTEEN, THIRTY_TWO = u64(16), u64(32)
+    ZERO, ONE, SEVEN = u64(0), u64(1), u64(7)
+    EIGHT, SIXTEEN = u64(8), u64(16)
     HALF, LOW_HALF, LINK = u64(32), u64(0xFFFFFFFF), u64(Flag.LINK)
     TASK_SIZE, CHUNKS = u64(TASK_BYTES), u64(TASK_BYTES // 16)
     TO_LINKED, TILES_AND_RUN = u64(META_LINKED), u64(0xFFFFFFFFFFFF)
-    GAP, SPECIAL, META = u64(SCRATCH_GAP), u64(SCRATCH_SPECIAL), u64(SCRATCH_META)
-    CONTROL = u64(SCRATCH_CONTROL)
+    GAP, SPECIAL, META = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(SCRATCH_META)
     assert offset("op_id") == 0 and offset("flags") == 4 and offset("run") == 8 and offset("tiles") == 12
 
-    def place(scratch: Any, here: Any, ring: Any, chunk: Any, low: Any, high: Any) -> None:
+    def place(scratch: Any, record: Any, ring: Any, chunk: Any, low: Any, high: Any) -> None:
         """Store 16 bytes of the window; a descriptor's first chunk also says how it is handed out."""
         store_pair(ring, low, high)
         if chunk & SEVEN == ZERO:
             linked = (low >> HALF) & LINK
             store_u64(scratch + META + chunk, (high & TILES_AND_RUN) | (linked << TO_LINKED))
             if linked != ZERO or (high & LOW_HALF) > ONE or (high >> HALF) > ONE:
-                shared_max_u32(scratch + SPECIAL + here, ONE)
+                shared_max_u32(record + SPECIAL, ONE)
 
     place = m.device(place)
 
-    def fly(context: Any, scratch: Any, here: Any, cursor: Any, ready: Any, known: Any, limit: Any) -> None:
+    def fly(
+        context: Any,
+        scratch: Any,
+        record: Any,
+        mover: Any,
+        cursor: Any,
+        ready: Any,
+        known: Any,
+        limit: Any,
+    ) -> None:
         thread = thread_index()
         width = block_width()
         mask = load_u64(context + MASK)
@@ -220,62 +262,54 @@ def _make_fly(m: Primitives) -> Body:
         ring_bytes = mask * TASK_SIZE + (TASK_SIZE - ONE)  # masks a byte offset into the ring
         start = cursor * TASK_SIZE
         chunks = ready * CHUNKS
+        chunk_a = thread + width - mover
+        if chunk_a >= width:
+            chunk_a -= width
 
-        # Long windows first: four loads a thread in flight at a time.
-        chunk = thread
-        while chunk + THREE * width < chunks:
-            chunk_b = chunk + width
+        # Four loads a thread in flight at a time; the last ones fly together with the stamps.
+        while True:
+            chunk_b = chunk_a + width
             chunk_c = chunk_b + width
             chunk_d = chunk_c + width
-            a = (start + chunk * SIXTEEN) & ring_bytes
+            a = (start + chunk_a * SIXTEEN) & ring_bytes
             b = (start + chunk_b * SIXTEEN) & ring_bytes
             c = (start + chunk_c * SIXTEEN) & ring_bytes
             d = (start + chunk_d * SIXTEEN) & ring_bytes
-            a_low, a_high = load_pair_relaxed_sys(source + a)
-            b_low, b_high = load_pair_relaxed_sys(source + b)
-            c_low, c_high = load_pair_relaxed_sys(source + c)
-            d_low, d_high = load_pair_relaxed_sys(source + d)
-            place(scratch, here, target + a, chunk, a_low, a_high)
-            place(scratch, here, target + b, chunk_b, b_low, b_high)
-            place(scratch, here, target + c, chunk_c, c_low, c_high)
-            place(scratch, here, target + d, chunk_d, d_low, d_high)
-            chunk = chunk_d + width
-        while chunk + width < chunks:
-            a = (start + chunk * SIXTEEN) & ring_bytes
-            a_low, a_high = load_pair_relaxed_sys(source + a)
-            place(scratch, here, target + a, chunk, a_low, a_high)
-            chunk += width
-
-        # What is left, at most one chunk a thread, flies together with the control words and the stamps.
-        last = (start + chunk * SIXTEEN) & ring_bytes
-        low = ZERO
-        high = ZERO
-        if chunk < chunks:
-            low, high = load_pair_relaxed_sys(source + last)
-        keeper = ZERO
-        if width > THIRTY_TWO:
-            keeper = THIRTY_TWO  # a warp that watches no stamps of a quiet ring
-        if thread == keeper:
-            # Relaxed: a count of layouts read here is at least what the tasks below `known` need, because
-            # their stamps were acquired in an earlier flight.
-            control = load_u64(context + HOST_CONTROL_AT)
-            park_request, heartbeat = load_pair_relaxed_sys(control)
-            if ready != ZERO:
-                layouts, _ = load_pair_relaxed_sys(control + THIRTY_TWO)
-                store_u64(scratch + CONTROL + THIRTY_TWO, layouts)
-            store_u64(scratch + CONTROL, park_request)
-            store_u64(scratch + CONTROL + EIGHT, heartbeat)
+            a_low = a_high = b_low = b_high = c_low = c_high = d_low = d_high = ZERO
+            if chunk_a < chunks:
+                a_low, a_high = load_pair_relaxed_sys(source + a)
+            if chunk_b < chunks:
+                b_low, b_high = load_pair_relaxed_sys(source + b)
+            if chunk_c < chunks:
+                c_low, c_high = load_pair_relaxed_sys(source + c)
+            if chunk_d < chunks:
+                d_low, d_high = load_pair_relaxed_sys(source + d)
+            if chunk_d + width >= chunks:
+                break
+            place(scratch, record, target + a, chunk_a, a_low, a_high)
+            place(scratch, record, target + b, chunk_b, b_low, b_high)
+            place(scratch, record, target + c, chunk_c, c_low, c_high)
+            place(scratch, record, target + d, chunk_d, d_low, d_high)
+            chunk_a = chunk_d + width
+        if thread == ZERO:
+            shared_min_u32(record + GAP, limit)
         index = thread
         while index < limit:
             position = known + index
             # Acquire: the descriptor's words are visible if its stamp is; the barrier after this flight
             # carries that to the thread that moves them. Pairs with the release in host/ring.py, publish.
             if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:
-                shared_min_u32(scratch + GAP + here, index)
+                shared_min_u32(record + GAP, index)
                 break
             index += width
-        if chunk < chunks:
-            place(scratch, here, target + last, chunk, low, high)
+        if chunk_a < chunks:
+            place(scratch, record, target + a, chunk_a, a_low, a_high)
+        if chunk_b < chunks:
+            place(scratch, record, target + b, chunk_b, b_low, b_high)
+        if chunk_c < chunks:
+            place(scratch, record, target + c, chunk_c, c_low, c_high)
+        if chunk_d < chunks:
+            place(scratch, record, target + d, chunk_d, d_low, d_high)
 
     return m.device(fly)
 
@@ -461,7 +495,7 @@ def _make_decide(m: Primitives) -> Body:
         workers: Any,
         items: Any,
         known: Any,
-        news: Any,
+        ready: Any,
         now: Any,
         started: Any,
         active: Any,
@@ -478,7 +512,7 @@ def _make_decide(m: Primitives) -> Body:
             reason = LEASE
         elif now - alive > HEARTBEAT_LIMIT:
             reason = ORPHANED
-        elif news == ZERO:
+        elif ready == ZERO:
             # Every worker waits for an item that does not exist: nothing runs either.
             if idle != ZERO and now - active > idle and load_relaxed_gpu(tickets) >= items + workers:
                 reason = IDLE

@@ -38,8 +38,9 @@ def make_worker(m: Primitives) -> Body:
     u64, barrier = m.u64, m.barrier
     thread_index, block_width = m.thread_index, m.block_width
     load_u64, store_u64 = m.load_u64, m.store_u64
-    load_u32, store_u32, shared_max_u32 = m.load_u32, m.store_u32, m.shared_max_u32
+    store_u32, shared_max_u32 = m.store_u32, m.shared_max_u32
     copy_wait, dispatch = m.copy_wait, m.dispatch
+    load_task_u64, load_task_pair = m.load_task_u64, m.load_task_pair
     load_relaxed_gpu, store_relaxed_gpu = m.load_relaxed_gpu, m.store_relaxed_gpu
 
     take, await_position, stage = _make_take(m), _make_await(m), _make_stage(m)
@@ -59,7 +60,8 @@ def make_worker(m: Primitives) -> Body:
     GROUP_LENGTH, GROUP_MASK, SLOT = u64(GROUP), u64(GROUP - 1), u64(2 * GROUP - 1)
     LINK, AFTER_0, AFTER_1 = u64(Flag.LINK), u64(Flag.AFTER_0), u64(Flag.AFTER_1)
     AFTER_ANY = u64(Flag.AFTER_0 | Flag.AFTER_1)
-    AFTER_AT, TILES_AT = u64(offset("after")), u64(offset("tiles"))
+    AFTER_AT = u64(offset("after"))
+    assert (offset("op_id"), offset("flags"), offset("run"), offset("tiles")) == (0, 4, 8, 12)
     BAD_DESCRIPTOR = u64(Status.BAD_DESCRIPTOR)
     IDLE, WAITING, RUNNING = u64(WorkerState.IDLE), u64(WorkerState.WAITING), u64(WorkerState.RUNNING)
 
@@ -98,19 +100,25 @@ def make_worker(m: Primitives) -> Body:
             stage(context, scratch, mask, position, ONE)
             copy_wait()
             barrier()
-            if (load_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF) & LINK != ZERO:
-                # A run: the rest of its first group, and the group after, fly now. What lies behind the run's
-                # end is copied as well and never looked at.
-                stage(context, scratch, mask, position + ONE, GROUP_LENGTH - ONE)
+            if (load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF) & LINK != ZERO:
+                # A run: the rest of its first group and the whole next one fly now. What lies behind the
+                # run's end is copied as well and never looked at.
+                stage(
+                    context,
+                    scratch,
+                    mask,
+                    position + ONE,
+                    GROUP_LENGTH + GROUP_MASK - (position & GROUP_MASK),
+                )
                 copy_wait()
                 barrier()
 
             while True:  # the tasks of a run; one turn where the task stands alone
                 task = scratch + TASKS + (position & SLOT) * TASK_SIZE
-                place = (position - first) & GROUP_MASK
-                head = load_u64(task)
+                head, shape = load_task_pair(task)
                 op_id = head & LOW_HALF
                 flags = head >> HALF
+                tiles = shape >> HALF
                 if flags & AFTER_ANY != ZERO:
                     if thread == ZERO:
                         store_relaxed_gpu(mine + EIGHT, position)
@@ -123,21 +131,23 @@ def make_worker(m: Primitives) -> Body:
                 if thread == ZERO:
                     store_relaxed_gpu(mine + EIGHT, position)
                     store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
-                tiles = load_u32(task + TILES_AT)
-                if place == ZERO and flags & LINK != ZERO:
-                    stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
                 if tiles > mask + ONE:
                     status = BAD_DESCRIPTOR
                 else:
                     status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
                 if status != ZERO:
                     shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
-                if place == GROUP_MASK or flags & LINK == ZERO:
-                    copy_wait()
-                barrier()
                 if flags & LINK == ZERO:
                     break
                 position += ONE
+                if position & GROUP_MASK == ZERO:
+                    # The group that begins here flew while the last one ran; the one after it flies now.
+                    copy_wait()
+                    barrier()
+                    stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
+                else:
+                    barrier()
+            barrier()  # outputs and statuses are the whole block's
 
             if tiles > ONE and tiles <= mask + ONE:
                 finish_tile(context, scratch, mask, position, task, op_id, flags, tiles)

@@ -76,6 +76,11 @@ class Primitives(Protocol):
     store_u64: Primitive
     load_u32: Primitive  # (address) -> u64, zero-extended
     store_u32: Primitive  # (address, u64), truncated
+    load_task_pair: (
+        Primitive  # (scratch address, 16-byte aligned) -> (u64, u64); of scratch alone, and fastest
+    )
+    load_task_u64: Primitive  # (scratch address) -> u64
+    load_task_u32: Primitive  # (scratch address) -> u64, zero-extended
     shared_min_u32: Primitive  # (address, u64) atomic among the block's threads
     shared_max_u32: Primitive
     copy_async: Primitive  # (scratch address, global address) 16 bytes, complete after copy_wait + barrier

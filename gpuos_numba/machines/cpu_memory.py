@@ -150,6 +150,7 @@ store_u32 = _plain_store(_I32, types.uint64)
 store_f32 = store_scratch_f32 = _plain_store(ir.FloatType(), types.float32)
 load_u8, load_u16 = _plain_load(ir.IntType(8), types.uint64), _plain_load(ir.IntType(16), types.uint64)
 store_u8, store_u16 = _plain_store(ir.IntType(8), types.uint64), _plain_store(ir.IntType(16), types.uint64)
+load_task_u64, load_task_u32 = load_u64, load_u32
 load_word, load_long, store_word, store_long = load_u32, load_u64, store_u32, store_u64
 
 
@@ -176,6 +177,9 @@ def load_pair_relaxed_sys(address):
 @njit(nogil=True, inline="always")
 def load_pair(address):
     return load_u64(address), load_u64(address + u64(8))
+
+
+load_task_pair = load_pair
 
 
 def _pure(build: Any, result: Any, *arguments: Any) -> Any:

@@ -225,6 +225,40 @@ store_u64 = _plain_store(_I64, types.uint64)
 store_u32 = _plain_store(_I32, types.uint64)
 
 
+def _shared_pointer(builder: Any, address: Any, to: ir.Type) -> Any:
+    """The shared window begins at a multiple of 2^32: the low half of a generic address is the offset."""
+    return builder.inttoptr(builder.trunc(address, _I32), ir.PointerType(to, addrspace=3))
+
+
+def _shared_load(element: ir.Type) -> Any:
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            value = builder.load(_shared_pointer(builder, args[0], element))
+            return builder.zext(value, _I64) if element == _I32 else value
+
+        return types.uint64(types.uint64), codegen
+
+    return load
+
+
+load_task_u64 = _shared_load(_I64)
+load_task_u32 = _shared_load(_I32)
+
+
+@intrinsic
+def load_task_pair(typingctx, address):
+    result = types.UniTuple(types.uint64, 2)
+
+    def codegen(context, builder, signature, args):
+        pair = ir.VectorType(_I64, 2)
+        both = builder.load(_shared_pointer(builder, args[0], pair), align=16)
+        words = [builder.extract_element(both, _I32(word)) for word in (0, 1)]
+        return context.make_tuple(builder, result, words)
+
+    return result(types.uint64), codegen
+
+
 # Operands are global memory always; saying so spares the address-space check of a generic access.
 
 

@@ -38,11 +38,11 @@ from gpuos_numba.protocol import (
     HOST_STATE,
     HOST_WORDS,
     LAP_SHIFT,
-    SCRATCH_GAP,
     SCRATCH_META,
-    SCRATCH_SPECIAL,
     SCRATCH_TASKS,
+    SCRATCH_TURNS,
     TILE_SHIFT,
+    TURN,
     WINDOW,
     field,
 )
@@ -70,6 +70,7 @@ ORDERS = ("relaxed", "ordered", "plain")
 
 SCRATCH_BASE = 1 << 40
 PRIVATE_BASE = 1 << 41
+TURNS = SCRATCH_BASE + SCRATCH_TURNS
 IDLE_NS, JUMP_NS = 5, 6
 TIMES = frozenset({"now", "started", "active", "alive"})
 UNCOUNTED = frozenset(
@@ -398,21 +399,30 @@ class Machine:
         def load_u32(address: U64) -> U64:
             return u64(machine._scratch[int(address) & ~7] >> (32 if int(address) & 4 else 0) & 0xFFFFFFFF)
 
-        def store_u32(address: U64, value: U64) -> None:
+        def put_u32(address: U64, value: U64) -> None:
             old = machine._scratch.get(int(address) & ~7, 0)
             shift = 32 if int(address) & 4 else 0
             machine._scratch[int(address) & ~7] = (
                 old & ~(0xFFFFFFFF << shift) | (int(value) & 0xFFFFFFFF) << shift
             )
 
+        def store_u32(address: U64, value: U64) -> None:
+            put_u32(address, value)
+            if 0 <= int(address) - TURNS < 3 * TURN.itemsize and value == WINDOW:
+                # The pump resets a record at the end of its turn: the window has been handed out.
+                for stale in [
+                    a for a in machine._scratch if 0 <= int(a) - SCRATCH_BASE - SCRATCH_META < 8 * WINDOW
+                ]:
+                    del machine._scratch[stale]
+
         def shared_min_u32(address: U64, value: U64) -> U64:
             old = load_u32(address)
-            store_u32(address, u64(min(old, value)))
+            put_u32(address, u64(min(old, value)))
             return old
 
         def shared_max_u32(address: U64, value: U64) -> U64:
             old = load_u32(address)
-            store_u32(address, u64(max(old, value)))
+            put_u32(address, u64(max(old, value)))
             return old
 
         def load_pair(address: U64, order: int = RELAXED) -> tuple[U64, U64]:
@@ -441,10 +451,6 @@ class Machine:
             return op(ADD, machine.cell_at[address][0], -1, ORDERED, value)
 
         def now_ns() -> U64:
-            for stale in [
-                a for a in machine._scratch if 0 <= int(a) - SCRATCH_BASE - SCRATCH_META < 8 * WINDOW
-            ]:
-                del machine._scratch[stale]  # the window has been handed out
             if machine.scenario.lease:
                 machine._clock += int(op(NOW))
             elif machine.scenario.idle:
@@ -476,6 +482,8 @@ class Machine:
             CAS, machine.cell_at[address][0], -1, ORDERED, expected, desired
         )
         m.load_u64, m.store_u64, m.load_u32, m.store_u32 = load_u64, store_u64, load_u32, store_u32
+        m.load_task_u64 = load_u64
+        m.load_task_pair = lambda address: (load_u64(address), load_u64(address + u64(8)))
         m.shared_min_u32, m.shared_max_u32 = shared_min_u32, shared_max_u32
         m.copy_async, m.now_ns, m.dispatch = copy_async, now_ns, dispatch
         m.divide = lambda a, b: a // b
@@ -493,17 +501,21 @@ class Machine:
         """What tells this place in a body from others."""
         frames = []
         scratch = self._scratch
-        odd = False  # the pump's alternating words: odd turns are even ones with the two exchanged
+        turn = 0  # the pump's records, used in turn: places that differ in which is next are the same place
         pump = frame
         while pump is not None and pump.f_code is not _run_code:
             if pump.f_code.co_name == "pump":
-                odd = int(pump.f_locals.get("turn", 0)) & 1 == 1
+                turn = int(pump.f_locals.get("turn", 0))
             pump = pump.f_back
-        if odd:
-            scratch = dict(scratch)
-            for address in (SCRATCH_BASE + SCRATCH_GAP, SCRATCH_BASE + SCRATCH_SPECIAL):
-                word = scratch.get(address, 0)
-                scratch[address] = word >> 32 | (word & 0xFFFFFFFF) << 32
+
+        def rotated(address: int) -> int:
+            place = int(address) - TURNS
+            if not 0 <= place < 3 * TURN.itemsize:
+                return int(address)
+            return TURNS + (place - turn * TURN.itemsize) % (3 * TURN.itemsize)
+
+        if turn:
+            scratch = {rotated(address): word for address, word in scratch.items()}
         while frame is not None:
             code = frame.f_code
             if bodies.is_body(code.co_filename):
@@ -512,8 +524,8 @@ class Machine:
                 for name in bodies.live_locals(code, frame.f_lasti):
                     if name in TIMES and name in values:
                         kept.append(min(self._clock - int(values[name]), JUMP_NS))
-                    elif name == "here":
-                        kept.append(int(values[name]) ^ 4 if odd else int(values[name]))
+                    elif name in ("record", "fresh"):
+                        kept.append(rotated(values[name]))
                     elif name not in UNCOUNTED and name in values:
                         kept.append(values[name])
                 frames.append((code.co_name, frame.f_lasti, tuple(kept)))

@@ -43,7 +43,8 @@ def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
     """
     u64, f32 = m.u64, m.f32
     thread_index, block_width = m.thread_index, m.block_width
-    load_u64, load_u32, load_f32, store_f32 = m.load_u64, m.load_u32, m.load_f32, m.store_f32
+    load_u64, load_f32, store_f32 = m.load_u64, m.load_f32, m.store_f32
+    load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
     load_f32x4, store_f32x4, load_scratch_f32 = m.load_f32x4, m.store_f32x4, m.load_scratch_f32
     tile_range = make_tile_range(m)
     element_address = m.external("gpuos_element_address", make_element_address)
@@ -99,20 +100,20 @@ def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
     one = m.device(one)
 
     def elementwise(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        x = load_u64(task + INPUTS)
-        y = load_u64(task + INPUTS + EIGHT)
-        out = load_u64(task + OUTPUT)
+        x = load_task_u64(task + INPUTS)
+        y = load_task_u64(task + INPUTS + EIGHT)
+        out = load_task_u64(task + OUTPUT)
         value = load_scratch_f32(task + SCALARS)
-        begin, end = tile_range(load_u64(task + COUNT), load_u32(task + TILES), tile)
+        begin, end = tile_range(load_task_u64(task + COUNT), load_task_u32(task + TILES), tile)
         index = begin + thread_index()
         width = block_width()
-        if (load_u64(task) >> HALF) & STRIDED != ZERO:
+        if (load_task_u64(task) >> HALF) & STRIDED != ZERO:
             # Slots of the four inputs fill one word, those of the outputs begin the next.
-            slots = load_u64(task + LAYOUTS_AT)
+            slots = load_task_u64(task + LAYOUTS_AT)
             table = load_u64(context + LAYOUTS)
             layout_x = table + (slots & SLOT_MASK) * LAYOUT_SIZE
             layout_y = table + ((slots >> TO_SECOND) & SLOT_MASK) * LAYOUT_SIZE
-            layout_out = table + (load_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK) * LAYOUT_SIZE
+            layout_out = table + (load_task_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK) * LAYOUT_SIZE
             at_x = x
             at_y = y
             while index < end:
