@@ -112,7 +112,8 @@ class Batch:
         self.operator = operator
         self.outputs = outputs
         self._owners = owners  # the arrays of each task
-        self._walks = walks  # of each task: None, or [(dtype, shape, strides), ...] in layout order
+        self._walks = walks  # of each task: None, or a Walk or None for each place
+        self._distinct = {walk for each in walks if each is not None for walk in each if walk is not None}
         self._epoch = -1
         self._sources: dict[type, Any] = {}  # one array of each library, and below the streams they name
         self._streams: set[int] = set()
@@ -389,10 +390,9 @@ class Runtime:
         if self._settle:
             self._machine.settle(list(batch._sources.values()), list(batch._streams))
         out = batch.outputs
-        if not any(walk is not None for walk in batch._walks):
+        if not batch._distinct:
             return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
-        distinct = {walk for walks in batch._walks if walks is not None for walk in walks if walk is not None}
-        with self._layouts.using(len(distinct)):
+        with self._layouts.using(len(batch._distinct)):
             if batch._epoch != self._layouts.epoch:
                 for task, walks in zip(batch.tasks, batch._walks, strict=True):
                     if walks is not None:

@@ -68,8 +68,6 @@ class Keeper:
         narrow = quiet < most and backlog <= 2 * quiet
         # A narrow launch parks early when work piles up; whoever notices launches again, wide.
         self._control["widen_at"] = 4 * quiet if narrow else 0
-        # Awake first: if the launch fails, the keeper must be there to try again for who saw it counted.
-        self._awake.set()
         # Counted before it runs: a launch that parks before it is counted would look like one still to come.
         self._words["enqueued"] += 1
         try:
@@ -78,6 +76,10 @@ class Keeper:
             self._words["enqueued"] -= 1
             self.error = error
             raise
+        finally:
+            # Also where the launch failed: somebody must try again for who saw it counted. Not before the
+            # launch, which the waking thread would delay.
+            self._awake.set()
 
     def park(self) -> None:
         """Ask every launch to leave and launch no more until `unpark`. Returns at once."""

@@ -236,13 +236,24 @@ PENDING_STATUS = 1 << 8
 def make_wait_range(m: HostPrimitives) -> Body:
     """`wait_range(host, position, end, until_ns) -> (PENDING | DONE | PARKED, position reached)`."""
     u64 = m.u64
-    nobody_serves, status_of = make_nobody_serves(m), make_status_of(m)
-    now_ns, pause = m.now_ns, m.pause
+    nobody_serves, status_of, retire = make_nobody_serves(m), make_status_of(m), make_retire(m)
+    now_ns, pause, load_u64, load_acquire_sys = m.now_ns, m.pause, m.load_u64, m.load_acquire_sys
+    WORDS, RETIRED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "retired"))
     ZERO, ONE, PENDING_AT, EVERY = u64(0), u64(1), u64(PENDING_STATUS), u64(63)
     ANSWER_PENDING, ANSWER_DONE, ANSWER_PARKED = u64(PENDING), u64(DONE), u64(PARKED)
+    MANY, TOP_BIT = u64(16), u64(1 << 63)
 
     def wait_range(host: Any, position: Any, end: Any, until_ns: Any) -> Any:
         spins = ZERO
+        if end - position > MANY:
+            retire(host)
+            # Acquire: the outputs of all tasks below are visible. Pairs with the release in retire.
+            retired = load_acquire_sys(load_u64(host + WORDS) + RETIRED)
+            passed = retired - position
+            if passed < TOP_BIT:
+                if passed > end - position:
+                    passed = end - position
+                position += passed
         while position != end:
             if status_of(host, position) != PENDING_AT:
                 position += ONE
