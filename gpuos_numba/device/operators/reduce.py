@@ -42,6 +42,7 @@ from ..elements import (
     make_itemsize,
     make_load_f32,
     make_load_f32x8,
+    make_load_i64,
     make_load_i64x8,
     make_store_f32,
     make_store_i64,
@@ -96,6 +97,7 @@ class Algebra:
         unpack: `(op, kind, raw)` -> eight values.
         spread: `(op, kind, address, step, count)` -> eight values, those from `count` on such that they
             change no state.
+        single: `(op, kind, address)` -> the same of one element.
         fold: `(op, state, start, v, count, j, stride)` -> the state with eight values, elements j,
             j + stride, ..., of which `count` count.
         join: `(op, state, state)` -> the state of the elements of both.
@@ -111,6 +113,7 @@ class Algebra:
     load: Body
     unpack: Body
     spread: Body
+    single: Body
     fold: Body
     join: Body
     shuffle: Body
@@ -129,8 +132,8 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
     element_address = m.external("gpuos_element_address", make_element_address)
     itemsize, chunk_count = make_itemsize(m), make_chunk_count(m)
     start, identity, load, unpack = algebra.start, algebra.identity, algebra.load, algebra.unpack
-    spread, fold, join, shuffle = algebra.spread, algebra.fold, algebra.join, algebra.shuffle
-    put_scratch, get_scratch = algebra.put_scratch, algebra.get_scratch
+    spread, single, fold, join = algebra.spread, algebra.single, algebra.fold, algebra.join
+    shuffle, put_scratch, get_scratch = algebra.shuffle, algebra.put_scratch, algebra.get_scratch
     put, get, finish, unroll = algebra.put, algebra.get, algebra.finish, algebra.unroll
 
     FIRST, INPUT, OUTPUT = u64(algebra.first_id), u64(offset("inputs")), u64(offset("outputs"))
@@ -271,7 +274,7 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                                 count = chunk_count(j, end, parts)
                                 v = spread(op, kind, base + j * step, parts * step, count)
                             else:
-                                v = spread(op, kind, element_address(layout, x, index + j), ZERO, ONE)
+                                v = single(op, kind, element_address(layout, x, index + j))
                             state = fold(op, state, origin, v, count, j, parts)
                             j += count * parts
 
@@ -329,7 +332,7 @@ def make_reduce_f32(m: Primitives) -> Body:
     exp, log = math.exp, math.log
     IS_MEAN, IS_PROD, IS_VAR, IS_LOGSUMEXP, IS_MIN = (u64(op) for op in (MEAN, PROD, VAR, LOGSUMEXP, MIN))
     NOTHING, UNIT, LEAST, OTHERS = f32(0), f32(1), f32(-np.inf), f32(7)
-    FOUR, EIGHT = u64(4), u64(8)
+    ONE, FOUR, EIGHT = u64(1), u64(4), u64(8)
 
     def start(op: Any, kind: Any, row: Any) -> Any:
         if op == IS_VAR:
@@ -353,16 +356,24 @@ def make_reduce_f32(m: Primitives) -> Body:
     def unpack(op: Any, kind: Any, raw: Any) -> Any:
         return negated(op, unpack8(kind, raw))
 
-    def spread(op: Any, kind: Any, address: Any, step: Any, count: Any) -> Any:
+    def filled(op: Any, v: Any, count: Any) -> Any:
         # Copies of the first element change no largest, and var counts how often it stands.
-        v = negated(op, spread8(kind, address, step, count))
         if op <= IS_MEAN:
             return fill8(v, count, NOTHING)
         if op == IS_PROD:
             return fill8(v, count, UNIT)
         if op == IS_LOGSUMEXP:
             return fill8(v, count, LEAST)
-        return v
+        return negated(op, v)
+
+    filled = m.device(filled)
+
+    def spread(op: Any, kind: Any, address: Any, step: Any, count: Any) -> Any:
+        return filled(op, spread8(kind, address, step, count), count)
+
+    def single(op: Any, kind: Any, address: Any) -> Any:
+        x = load_element(kind, address)
+        return filled(op, (x, x, x, x, x, x, x, x), ONE)
 
     def moments(n: Any, mean: Any, squares: Any, n2: Any, mean2: Any, squares2: Any) -> Any:
         if n2 == NOTHING:
@@ -490,6 +501,7 @@ def make_reduce_f32(m: Primitives) -> Body:
             load,
             m.device(unpack),
             m.device(spread),
+            m.device(single),
             m.device(fold),
             m.device(join),
             m.device(shuffle),
@@ -517,7 +529,8 @@ def make_reduce_i64(m: Primitives) -> Body:
     shuffle_xor_u64 = m.shuffle_xor_u64
     load_u64, store_u64, load_long, store_long = m.load_u64, m.store_u64, m.load_long, m.store_long
     store_element = make_store_i64(m)
-    load_f32x8, load_i64x8 = make_load_f32x8(m), make_load_i64x8(m)
+    load_f32, load_f32x8 = make_load_f32(m), make_load_f32x8(m)
+    load_i64, load_i64x8 = make_load_i64(m), make_load_i64x8(m)
     spread_f32, spread_i64, fill8 = make_spread_f32(m), make_spread_i64(m), make_fill8(m)
     IS_SUM, IS_PROD, IS_MIN, IS_ANY, IS_ALL, IS_ARGMAX, IS_ARGMIN = (
         u64(op) for op in (I_SUM, I_PROD, I_MIN, I_ANY, I_ALL, I_ARGMAX, I_ARGMIN)
@@ -526,7 +539,7 @@ def make_reduce_i64(m: Primitives) -> Body:
     NOTHING, UNIT, LEAST, NAN = i64(0), i64(1), i64(-(1 << 63)), i64(0x7FFFFFFF)
     MAGNITUDE, S32, S63 = i64(0x7FFFFFFF), i64(32), i64(63)
     NO_F32 = f32(0)
-    ZERO, TWO, THREE, FOUR, FIVE, SIX, SEVEN, EIGHT = (u64(n) for n in (0, *range(2, 9)))
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SIX, SEVEN, EIGHT = (u64(n) for n in range(9))
 
     def start(op: Any, kind: Any, row: Any) -> Any:
         return NOTHING
@@ -595,15 +608,27 @@ def make_reduce_i64(m: Primitives) -> Body:
             return floats(op, load_f32x8(kind, address))
         return integers(op, load_i64x8(kind, address))
 
-    def spread(op: Any, kind: Any, address: Any, step: Any, count: Any) -> Any:
-        if kind >= F16:
-            return floats(op, spread_f32(kind, address, step, count))
-        v = integers(op, spread_i64(kind, address, step, count))
+    def filled(op: Any, v: Any, count: Any) -> Any:
         if op == IS_SUM:
             return fill8(v, count, NOTHING)
         if op == IS_PROD:
             return fill8(v, count, UNIT)
-        return v
+        return v  # copies of the first element change nothing else
+
+    filled = m.device(filled)
+
+    def spread(op: Any, kind: Any, address: Any, step: Any, count: Any) -> Any:
+        if kind >= F16:
+            return floats(op, spread_f32(kind, address, step, count))
+        return filled(op, integers(op, spread_i64(kind, address, step, count)), count)
+
+    def single(op: Any, kind: Any, address: Any) -> Any:
+        x = NOTHING
+        if kind >= F16:
+            x = of_float(op, load_f32(kind, address))
+        else:
+            x = of_integer(op, load_i64(kind, address))
+        return filled(op, (x, x, x, x, x, x, x, x), ONE)
 
     def preferred(s: Any, t: Any) -> Any:
         if t[0] > s[0] or (t[0] == s[0] and t[1] < s[1]):
@@ -688,6 +713,7 @@ def make_reduce_i64(m: Primitives) -> Body:
             m.device(load),
             m.device(unpack),
             m.device(spread),
+            m.device(single),
             m.device(fold),
             m.device(join),
             m.device(shuffle),
