@@ -101,17 +101,15 @@ def make_warp_argmax(m: Primitives) -> Body:
 
 
 @functools.cache
-def make_block_sum(m: Primitives) -> Body:
-    """`block_sum(x, area)`: the sum of the threads' f32, the same bits in every thread."""
+def make_join_sums(m: Primitives) -> Body:
+    """`join_sums(x, area)`: the sum over the block's warps of an f32 that is the same in all lanes of one."""
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
-    load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
-    divide, warp_sum = m.divide, make_warp_sum(m)
+    load_scratch_f32, store_scratch_f32, divide = m.load_scratch_f32, m.store_scratch_f32, m.divide
     ZERO, ONE, FOUR, EIGHT, TWELVE, SIXTEEN = (u64(n) for n in (0, 1, 4, 8, 12, 16))
     NOTHING = f32(0)
 
-    def block_sum(x: Any, area: Any) -> Any:
-        x = warp_sum(x)
+    def join_sums(x: Any, area: Any) -> Any:
         thread, warp = thread_index(), warp_width()
         if block_width() == warp:
             return x
@@ -133,20 +131,19 @@ def make_block_sum(m: Primitives) -> Body:
             area += FOUR
         return total
 
-    return m.device(block_sum)
+    return m.device(join_sums)
 
 
 @functools.cache
-def make_block_max(m: Primitives) -> Body:
-    """`block_max(x, area)`: the largest of the threads' f32, NaN where one is NaN."""
+def make_join_maxima(m: Primitives) -> Body:
+    """`join_maxima(x, area)`: as `join_sums`, the largest, NaN where one is NaN."""
     u64 = m.u64
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
-    load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
-    divide, larger, warp_max = m.divide, make_larger(m), make_warp_max(m)
+    load_scratch_f32, store_scratch_f32, divide = m.load_scratch_f32, m.store_scratch_f32, m.divide
+    larger = make_larger(m)
     ZERO, ONE, FOUR, EIGHT, TWELVE, SIXTEEN = (u64(n) for n in (0, 1, 4, 8, 12, 16))
 
-    def block_max(x: Any, area: Any) -> Any:
-        x = warp_max(x)
+    def join_maxima(x: Any, area: Any) -> Any:
         thread, warp = thread_index(), warp_width()
         if block_width() == warp:
             return x
@@ -165,6 +162,28 @@ def make_block_max(m: Primitives) -> Body:
             x = larger(x, load_scratch_f32(area))
             area += FOUR
         return x
+
+    return m.device(join_maxima)
+
+
+@functools.cache
+def make_block_sum(m: Primitives) -> Body:
+    """`block_sum(x, area)`: the sum of the threads' f32, the same bits in every thread."""
+    warp_sum, join_sums = make_warp_sum(m), make_join_sums(m)
+
+    def block_sum(x: Any, area: Any) -> Any:
+        return join_sums(warp_sum(x), area)
+
+    return m.device(block_sum)
+
+
+@functools.cache
+def make_block_max(m: Primitives) -> Body:
+    """`block_max(x, area)`: the largest of the threads' f32, NaN where one is NaN."""
+    warp_max, join_maxima = make_warp_max(m), make_join_maxima(m)
+
+    def block_max(x: Any, area: Any) -> Any:
+        return join_maxima(warp_max(x), area)
 
     return m.device(block_max)
 
@@ -199,3 +218,66 @@ def make_block_argmax(m: Primitives) -> Body:
         return x, i
 
     return m.device(block_argmax)
+
+
+@functools.cache
+def make_group_sum(m: Primitives) -> Body:
+    """`group_sum(wide, x, area)`: the sum of a block where `wide`, else of a warp; see `make_block_sum`."""
+    warp_sum, join_sums = make_warp_sum(m), make_join_sums(m)
+
+    def group_sum(wide: Any, x: Any, area: Any) -> Any:
+        x = warp_sum(x)
+        if wide:
+            x = join_sums(x, area)
+        return x
+
+    return m.device(group_sum)
+
+
+@functools.cache
+def make_group_max(m: Primitives) -> Body:
+    """`group_max(wide, x, area)`: the largest of a block where `wide`, else of a warp."""
+    warp_max, join_maxima = make_warp_max(m), make_join_maxima(m)
+
+    def group_max(wide: Any, x: Any, area: Any) -> Any:
+        x = warp_max(x)
+        if wide:
+            x = join_maxima(x, area)
+        return x
+
+    return m.device(group_max)
+
+
+@functools.cache
+def make_group_sum2(m: Primitives) -> Body:
+    """`group_sum2(wide, x, y, area)` -> (sum of x, sum of y), for the latency of one."""
+    u64 = m.u64
+    warp_width, shuffle_xor_f32 = m.warp_width, m.shuffle_xor_f32
+    thread_index, block_width, barrier, divide = m.thread_index, m.block_width, m.barrier, m.divide
+    load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
+    ZERO, ONE, FOUR, EIGHT = u64(0), u64(1), u64(4), u64(8)
+    NOTHING = m.f32(0)
+
+    def group_sum2(wide: Any, x: Any, y: Any, area: Any) -> Any:
+        warp = warp_width()
+        mask = warp >> ONE
+        while mask > ZERO:
+            x += shuffle_xor_f32(x, mask)
+            y += shuffle_xor_f32(y, mask)
+            mask >>= ONE
+        if wide and block_width() > warp:
+            thread = thread_index()
+            if thread & (warp - ONE) == ZERO:
+                mine = area + divide(thread, warp) * EIGHT
+                store_scratch_f32(mine, x)
+                store_scratch_f32(mine + FOUR, y)
+            barrier()
+            end = area + divide(block_width(), warp) * EIGHT
+            x, y = NOTHING, NOTHING
+            while area < end:
+                x += load_scratch_f32(area)
+                y += load_scratch_f32(area + FOUR)
+                area += EIGHT
+        return x, y
+
+    return m.device(group_sum2)
