@@ -228,6 +228,54 @@ def make_store8(m: Primitives) -> Body:
 
 
 @functools.cache
+def make_round8(m: Primitives) -> Body:
+    """`round8(kind, v)`: what 8 f32 would be after a store as a float kind and a load."""
+    u64 = m.u64
+    f16_to_f32, bf16_to_f32, f32_to_f16, f32_to_bf16 = (
+        m.f16_to_f32,
+        m.bf16_to_f32,
+        m.f32_to_f16,
+        m.f32_to_bf16,
+    )
+    F32, F16 = u64(DType.F32), u64(DType.F16)
+
+    def half(x: Any) -> Any:
+        return f16_to_f32(f32_to_f16(x))
+
+    def brain(x: Any) -> Any:
+        return bf16_to_f32(f32_to_bf16(x))
+
+    half, brain = m.device(half), m.device(brain)
+
+    def round8(kind: Any, v: Any) -> Any:
+        if kind == F32:
+            return v
+        if kind == F16:
+            return (
+                half(v[0]),
+                half(v[1]),
+                half(v[2]),
+                half(v[3]),
+                half(v[4]),
+                half(v[5]),
+                half(v[6]),
+                half(v[7]),
+            )
+        return (
+            brain(v[0]),
+            brain(v[1]),
+            brain(v[2]),
+            brain(v[3]),
+            brain(v[4]),
+            brain(v[5]),
+            brain(v[6]),
+            brain(v[7]),
+        )
+
+    return m.device(round8)
+
+
+@functools.cache
 def make_chunk_count(m: Primitives) -> Body:
     """`chunk_count(j, end, parts)`: how many of j, j + parts, j + 2 parts, ... lie below end; at most 8."""
     u64 = m.u64
