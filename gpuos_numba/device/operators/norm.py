@@ -15,10 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...descriptor import LAYOUT_BYTES, MAX_INPUTS, Flag, layout_offset, offset
+from ...descriptor import MAX_INPUTS, offset
 from ...errors import ArgumentError
 from ...machines.base import Body, Primitives
-from ...protocol import CONTEXT, field
 from ...shapes import Strides, aligned_strides
 from ..chunks import (
     make_add_exactly,
@@ -32,7 +31,17 @@ from ..chunks import (
     make_sum8,
     make_unpack8,
 )
-from ..elements import make_element_address, make_itemsize, make_store_f32x8
+from ..elements import make_itemsize, make_store_f32x8
+from ..operands import (
+    OUTPUT,
+    make_address_of,
+    make_element_of,
+    make_is_strided,
+    make_kind_of,
+    make_place,
+    make_rows_fit,
+    make_step_of,
+)
 from ..reductions import AREA_BYTES, make_group_sum, make_group_sum2
 from .axes import arrange
 from .softmax import ALONE, choose_wide, share_rows
@@ -69,7 +78,13 @@ def make_norm(m: Primitives) -> Body:
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, divide = m.thread_index, m.block_width, m.warp_width, m.divide
     load_u64, load_u32, load_scratch_f32 = m.load_u64, m.load_u32, m.load_scratch_f32
-    element_address = m.external("gpuos_element_address", make_element_address)
+    address_of, kind_of, element_of, step_of = (
+        make_address_of(m),
+        make_kind_of(m),
+        make_element_of(m),
+        make_step_of(m),
+    )
+    is_strided, rows_fit, place_of = make_is_strided(m), make_rows_fit(m), make_place(m)
     itemsize, chunk_count, fill8 = make_itemsize(m), make_chunk_count(m), make_fill8(m)
     load_raw8, unpack8, load8, round8 = make_load_raw8(m), make_unpack8(m), make_load8(m), make_round8(m)
     store_vector, store8 = make_store_f32x8(m), make_store8(m)
@@ -77,15 +92,12 @@ def make_norm(m: Primitives) -> Body:
     group_sum, group_sum2 = make_group_sum(m), make_group_sum2(m)
     sqrt = math.sqrt
 
-    FIRST, INPUTS, OUTPUTS = u64(NORM_IDS), u64(offset("inputs")), u64(offset("outputs"))
-    COUNT, TILES, DTYPES = u64(offset("count")), u64(offset("tiles")), u64(offset("dtypes"))
-    SCALARS, LAYOUTS_AT = u64(offset("scalars")), u64(offset("layouts"))
-    LAYOUTS, LAYOUT_SIZE = u64(field(CONTEXT, "layouts")), u64(LAYOUT_BYTES)
-    NDIM, STRIDES = u64(layout_offset("ndim")), u64(layout_offset("strides"))
-    STRIDED, SLOT_MASK, IS_WIDE, EVEN = u64(Flag.STRIDED), u64(0xFFFF), u64(WIDE), u64(LINEAR)
-    ZERO, ONE, TWO, FOUR, SEVEN, EIGHT, TWELVE, FIFTEEN = (u64(n) for n in (0, 1, 2, 4, 7, 8, 12, 15))
-    SIXTEEN, TWENTY, HALF, AREA = u64(16), u64(20), u64(32), u64(AREA_BYTES)
+    FIRST, COUNT, TILES, SCALARS = u64(NORM_IDS), *(u64(offset(n)) for n in ("count", "tiles", "scalars"))
+    IS_WIDE, EVEN, OUT, TOTAL = u64(WIDE), u64(LINEAR), u64(OUTPUT), u64(OUTPUT + 1)
+    ZERO, ONE, TWO, THREE, SEVEN, EIGHT, TWELVE, FIFTEEN = (u64(n) for n in (0, 1, 2, 3, 7, 8, 12, 15))
+    SIXTEEN, AREA = u64(16), u64(AREA_BYTES)
     NOTHING, UNIT = f32(0), f32(1)
+    NOTHING8 = (NOTHING,) * 8
     OK = np.int32(0)
 
     def add8(v: Any, w: Any) -> Any:
@@ -127,279 +139,256 @@ def make_norm(m: Primitives) -> Body:
 
     larger_of_zero = m.device(larger_of_zero)
 
-    def slot(word: Any, place: Any) -> Any:
-        return ((word >> (place * SIXTEEN)) & SLOT_MASK) * LAYOUT_SIZE
-
-    slot = m.device(slot)
-
-    def row_of(strided: Any, layout: Any, address: Any, index: Any, size: Any) -> Any:
-        if strided and address != ZERO:
-            return element_address(layout, address, index)
-        return address + index * size
-
-    row_of = m.device(row_of)
-
-    def step_of(layout: Any, kind: Any) -> Any:
-        """Bytes from one element of a row to the next."""
-        return load_u64(layout + STRIDES + (load_u32(layout + NDIM) - ONE) * EIGHT) * itemsize(kind)
-
-    step_of = m.device(step_of)
-
-    def at(even: Any, layout: Any, address: Any, row: Any, step: Any, index: Any, j: Any) -> Any:
-        """Address of element j of the row that begins at element `index`."""
-        if even:
-            return row + j * step
-        return element_address(layout, address, index + j)
-
-    at = m.device(at)
-
-    def norm(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        op = load_u32(task) - FIRST
-        centred = op & ONE == ZERO
-        adds = op >= TWO
-        strided = (load_u64(task) >> HALF) & STRIDED != ZERO
-        rows = load_u64(task + COUNT)
+    def begin(tile: Any, task: Any, wide: Any, rows: Any) -> Any:
+        """(the thread's place in its group, threads of a group, first row, end, rows at once)"""
         tiles = load_u32(task + TILES)
-        kinds = load_u32(task + DTYPES)
-        length = load_u64(task + SCALARS)
-        epsilon = load_scratch_f32(task + SCALARS + EIGHT)
-        how = load_u32(task + SCALARS + TWELVE)
-        wide = how & IS_WIDE != ZERO
-        even = how & EVEN != ZERO
-
-        place = ONE  # of the weight
-        more = ZERO  # the residual
-        if adds:
-            place = TWO
-            more = load_u64(task + INPUTS + EIGHT)
-        x = load_u64(task + INPUTS)
-        weight = load_u64(task + INPUTS + place * EIGHT)
-        bias = ZERO
-        if centred:
-            bias = load_u64(task + INPUTS + (place + ONE) * EIGHT)
-        out = load_u64(task + OUTPUTS)
-        total_out = load_u64(task + OUTPUTS + EIGHT)
-        kind = kinds & FIFTEEN
-        kind_more = (kinds >> FOUR) & FIFTEEN
-        kind_weight = (kinds >> (place * FOUR)) & FIFTEEN
-        kind_bias = (kinds >> ((place + ONE) * FOUR)) & FIFTEEN
-        kind_out = (kinds >> SIXTEEN) & FIFTEEN
-        kind_total = (kinds >> TWENTY) & FIFTEEN
-
-        step, step_more, step_weight = itemsize(kind), itemsize(kind_more), itemsize(kind_weight)
-        step_bias, step_out, step_total = itemsize(kind_bias), itemsize(kind_out), itemsize(kind_total)
-        layout, layout_more, layout_weight, layout_bias = ZERO, ZERO, ZERO, ZERO
-        layout_out, layout_total = ZERO, ZERO
-        neighbours = even
-        if strided:
-            table = load_u64(context + LAYOUTS)
-            slots = load_u64(task + LAYOUTS_AT)
-            slots_out = load_u32(task + LAYOUTS_AT + EIGHT)
-            layout = table + slot(slots, ZERO)
-            layout_more = table + slot(slots, ONE)
-            layout_weight = table + slot(slots, place)
-            layout_bias = table + slot(slots, place + ONE)
-            layout_out = table + slot(slots_out, ZERO)
-            layout_total = table + slot(slots_out, ONE)
-            if even and length > ONE:
-                a = step_of(layout, kind)
-                neighbours = a == step
-                step = a
-                a = step_of(layout_out, kind_out)
-                neighbours = neighbours and a == step_out
-                step_out = a
-                if adds:
-                    a = step_of(layout_more, kind_more)
-                    neighbours = neighbours and a == step_more
-                    step_more = a
-                    a = step_of(layout_total, kind_total)
-                    neighbours = neighbours and a == step_total
-                    step_total = a
-                if weight != ZERO:
-                    a = step_of(layout_weight, kind_weight)
-                    neighbours = neighbours and a == step_weight
-                    step_weight = a
-                if bias != ZERO:
-                    a = step_of(layout_bias, kind_bias)
-                    neighbours = neighbours and a == step_bias
-                    step_bias = a
-
-        thread = thread_index()
-        lanes = warp_width()
-        part = thread
-        parts = block_width()
-        ahead = ONE
+        thread, parts, lanes = thread_index(), block_width(), warp_width()
+        part, ahead = thread, ONE
         if not wide:
             ahead = divide(parts, lanes)
             part = thread & (lanes - ONE)
             parts = lanes
-        groups = divide(rows + ahead - ONE, ahead)
-        mine = divide(groups + tiles - ONE, tiles) * ahead
+        mine = divide(divide(rows + ahead - ONE, ahead) + tiles - ONE, tiles) * ahead
         row = tile * mine
         end = row + mine
         if end > rows:
             end = rows
         if not wide:
             row += divide(thread, lanes)
-        count_all = f32(length)
-        first_area = arena
-        second_area = arena + AREA
+        return part, parts, row, end, ahead
 
-        while row < end:
-            index = row * length
-            base = row_of(strided, layout, x, index, itemsize(kind))
-            base_out = row_of(strided, layout_out, out, index, itemsize(kind_out))
-            base_more = ZERO
-            base_total = ZERO
-            if adds:
-                base_more = row_of(strided, layout_more, more, index, itemsize(kind_more))
-                base_total = row_of(strided, layout_total, total_out, index, itemsize(kind_total))
-            ragged = (base | base_out | base_more | base_total | weight | bias) & FIFTEEN
-            vector = neighbours and ragged | (length & SEVEN) == ZERO
-            mean = NOTHING
-            if vector and length <= parts * SIXTEEN:
-                j = part * EIGHT
-                k = j + parts * EIGHT
-                has_a = j < length
-                has_b = k < length
-                if not has_a:
-                    j = ZERO
-                if not has_b:
-                    k = ZERO
-                # All loads fly together; the weights arrive while the sums are on their way.
-                raw_a = load_raw8(kind, base + j * step)
-                raw_b = load_raw8(kind, base + k * step)
-                more_a, more_b, weight_a, weight_b, bias_a, bias_b = raw_a, raw_b, raw_a, raw_b, raw_a, raw_b
-                if adds:
-                    more_a = load_raw8(kind_more, base_more + j * step_more)
-                    more_b = load_raw8(kind_more, base_more + k * step_more)
-                if weight != ZERO:
-                    weight_a = load_raw8(kind_weight, weight + j * step_weight)
-                    weight_b = load_raw8(kind_weight, weight + k * step_weight)
-                if bias != ZERO:
-                    bias_a = load_raw8(kind_bias, bias + j * step_bias)
-                    bias_b = load_raw8(kind_bias, bias + k * step_bias)
-                a = unpack8(kind, raw_a)
-                b = unpack8(kind, raw_b)
-                if adds:
-                    a = round8(kind_total, add8(a, unpack8(kind_more, more_a)))
-                    b = round8(kind_total, add8(b, unpack8(kind_more, more_b)))
-                    if has_a:
-                        store_vector(kind_total, base_total + j * step_total, a)
-                    if has_b:
-                        store_vector(kind_total, base_total + k * step_total, b)
-                if centred:
-                    total = NOTHING
-                    if has_a:
-                        total = sum8(a)
-                    if has_b:
-                        total += sum8(b)
-                    mean = group_sum(wide, total, first_area) / count_all
-                    a = shift8(a, mean)
-                    b = shift8(b, mean)
-                total = NOTHING
-                squares = NOTHING
-                if has_a:
-                    total = sum8(a)
-                    squares = sum8(multiply8(a, a))
-                if has_b:
-                    total += sum8(b)
-                    squares += sum8(multiply8(b, b))
-                total, squares = group_sum2(wide, total, squares, second_area)
-                off = NOTHING
-                if centred:
-                    off = total / count_all
-                scale = UNIT / sqrt(larger_of_zero(squares / count_all - off * off) + epsilon)
-                a = scale8(shift8(a, off), scale)
-                b = scale8(shift8(b, off), scale)
-                if weight != ZERO:
-                    a = multiply8(a, unpack8(kind_weight, weight_a))
-                    b = multiply8(b, unpack8(kind_weight, weight_b))
-                if bias != ZERO:
-                    a = add8(a, unpack8(kind_bias, bias_a))
-                    b = add8(b, unpack8(kind_bias, bias_b))
-                if has_a:
-                    store_vector(kind_out, base_out + j * step_out, a)
-                if has_b:
-                    store_vector(kind_out, base_out + k * step_out, b)
-            else:
-                # The elements of a thread: j, j + apart, ..., in chunks of eight (or one, where the row
-                # steps unevenly) that are `leap` apart.
-                apart = parts
-                start = part
-                leap = parts * EIGHT
-                if vector:
-                    apart = ONE
-                    start = part * EIGHT
+    begin = m.device(begin)
+
+    def scale_of(task: Any, length: Any, squares: Any, off: Any) -> Any:
+        variance = squares / length - off * off
+        if variance < NOTHING:  # by rounding; NaN stays
+            variance = NOTHING
+        return UNIT / sqrt(variance + load_scratch_f32(task + SCALARS + EIGHT))
+
+    scale_of = m.device(scale_of)
+
+    def keep(
+        task: Any, op: Any, index: Any, length: Any, wide: Any, part: Any, parts: Any, arena: Any
+    ) -> None:
+        """Normalise one contiguous row whose elements stay in registers."""
+        centred, adds = op & ONE == ZERO, op >= TWO
+        j = part * EIGHT
+        k = j + parts * EIGHT
+        has_a, has_b = j < length, k < length
+        if not has_a:
+            j = ZERO
+        if not has_b:
+            k = ZERO
+        place = ONE  # of the weight
+        kind = kind_of(task, ZERO)
+        size = itemsize(kind)
+        row = address_of(task, ZERO) + index * size
+        raw_a, raw_b = load_raw8(kind, row + j * size), load_raw8(kind, row + k * size)
+        a, b = NOTHING8, NOTHING8
+        if adds:
+            place = TWO
+            kind_more = kind_of(task, ONE)
+            size = itemsize(kind_more)
+            row = address_of(task, ONE) + index * size
+            more_a, more_b = load_raw8(kind_more, row + j * size), load_raw8(kind_more, row + k * size)
+            kind_total = kind_of(task, TOTAL)
+            size = itemsize(kind_total)
+            row = address_of(task, TOTAL) + index * size
+            a = round8(kind_total, add8(unpack8(kind, raw_a), unpack8(kind_more, more_a)))
+            b = round8(kind_total, add8(unpack8(kind, raw_b), unpack8(kind_more, more_b)))
+            if has_a:
+                store_vector(kind_total, row + j * size, a)
+            if has_b:
+                store_vector(kind_total, row + k * size, b)
+        # The weights arrive while the sums are on their way.
+        weight = address_of(task, place)
+        kind_weight = kind_of(task, place)
+        weight_a, weight_b = raw_a, raw_b
+        if weight != ZERO:
+            size = itemsize(kind_weight)
+            weight_a = load_raw8(kind_weight, weight + j * size)
+            weight_b = load_raw8(kind_weight, weight + k * size)
+        bias = ZERO
+        kind_bias = kind_of(task, place + ONE)
+        bias_a, bias_b = weight_a, weight_b
+        if centred:
+            bias = address_of(task, place + ONE)
+            if bias != ZERO:
+                size = itemsize(kind_bias)
+                bias_a = load_raw8(kind_bias, bias + j * size)
+                bias_b = load_raw8(kind_bias, bias + k * size)
+        if not adds:
+            a, b = unpack8(kind, raw_a), unpack8(kind, raw_b)
+        count = f32(length)
+        if centred:
+            total = NOTHING
+            if has_a:
+                total = sum8(a)
+            if has_b:
+                total += sum8(b)
+            mean = group_sum(wide, total, arena) / count
+            a, b = shift8(a, mean), shift8(b, mean)
+        total, squares = NOTHING, NOTHING
+        if has_a:
+            total = sum8(a)
+            squares = sum8(multiply8(a, a))
+        if has_b:
+            total += sum8(b)
+            squares += sum8(multiply8(b, b))
+        total, squares = group_sum2(wide, total, squares, arena + AREA)
+        off = NOTHING
+        if centred:
+            off = total / count
+        scale = scale_of(task, count, squares, off)
+        a, b = scale8(shift8(a, off), scale), scale8(shift8(b, off), scale)
+        if weight != ZERO:
+            a = multiply8(a, unpack8(kind_weight, weight_a))
+            b = multiply8(b, unpack8(kind_weight, weight_b))
+        if bias != ZERO:
+            a = add8(a, unpack8(kind_bias, bias_a))
+            b = add8(b, unpack8(kind_bias, bias_b))
+        kind = kind_of(task, OUT)
+        size = itemsize(kind)
+        row = address_of(task, OUT) + index * size
+        if has_a:
+            store_vector(kind, row + j * size, a)
+        if has_b:
+            store_vector(kind, row + k * size, b)
+
+    keep = m.device(keep)
+
+    def stream(
+        context: Any,
+        task: Any,
+        op: Any,
+        index: Any,
+        length: Any,
+        wide: Any,
+        even: Any,
+        part: Any,
+        parts: Any,
+        arena: Any,
+    ) -> None:
+        """Normalise one row of any length and strides, reading it again for each of its passes.
+
+        The elements of a thread: j, j + apart, ..., in chunks of eight (of one, where the row steps unevenly)
+        that are `leap` apart.
+        """
+        centred, adds = op & ONE == ZERO, op >= TWO
+        vector = rows_fit(context, task, index, length, even)
+        apart, start, leap = parts, part, parts * EIGHT
+        if vector:
+            apart = ONE
+            start = part * EIGHT
+        if not even:
+            leap = parts
+        place = ONE  # of the weight
+        source = ZERO  # what is normalised: x, or the sum that was written
+        if adds:
+            place = TWO
+            source = TOTAL
+            kind, kind_more, kind_total = kind_of(task, ZERO), kind_of(task, ONE), kind_of(task, TOTAL)
+            row = element_of(context, task, ZERO, index)
+            row_more = element_of(context, task, ONE, index)
+            row_total = element_of(context, task, TOTAL, index)
+            step = step_of(context, task, ZERO, length)
+            step_more = step_of(context, task, ONE, length)
+            step_total = step_of(context, task, TOTAL, length)
+            j = start
+            while j < length:
+                n = chunk_count(j, length, apart)
                 if not even:
-                    leap = parts
-                source, kind_source, layout_source, step_source, base_source = x, kind, layout, step, base
-                if adds:
-                    j = start
-                    while j < length:
-                        n = chunk_count(j, length, apart)
-                        if not even:
-                            n = ONE
-                        p = at(even, layout, x, base, step, index, j)
-                        q = at(even, layout_more, more, base_more, step_more, index, j)
-                        v = add8(
-                            load8(vector, kind, p, apart * step, n),
-                            load8(vector, kind_more, q, apart * step_more, n),
-                        )
-                        p = at(even, layout_total, total_out, base_total, step_total, index, j)
-                        store8(vector, kind_total, p, apart * step_total, n, v)
-                        j += leap
-                    source, kind_source, layout_source = total_out, kind_total, layout_total
-                    step_source, base_source = step_total, base_total
-                if centred:
-                    total = NOTHING
-                    error = NOTHING
-                    j = start
-                    while j < length:
-                        n = chunk_count(j, length, apart)
-                        if not even:
-                            n = ONE
-                        p = at(even, layout_source, source, base_source, step_source, index, j)
-                        v = load8(vector, kind_source, p, apart * step_source, n)
-                        total, error = add_exactly(total, error, sum8(fill8(v, n, NOTHING)))
-                        j += leap
-                    mean = group_sum(wide, settle(total, error), first_area) / count_all
-                total = NOTHING
-                squares = NOTHING
-                error = NOTHING
-                j = start
-                while j < length:
-                    n = chunk_count(j, length, apart)
-                    if not even:
-                        n = ONE
-                    p = at(even, layout_source, source, base_source, step_source, index, j)
-                    v = load8(vector, kind_source, p, apart * step_source, n)
-                    v = fill8(shift8(v, mean), n, NOTHING)
-                    total += sum8(v)
-                    squares, error = add_exactly(squares, error, sum8(multiply8(v, v)))
-                    j += leap
-                total, squares = group_sum2(wide, total, settle(squares, error), second_area)
-                off = NOTHING
-                if centred:
-                    off = total / count_all
-                scale = UNIT / sqrt(larger_of_zero(squares / count_all - off * off) + epsilon)
-                j = start
-                while j < length:
-                    n = chunk_count(j, length, apart)
-                    if not even:
-                        n = ONE
-                    p = at(even, layout_source, source, base_source, step_source, index, j)
-                    v = load8(vector, kind_source, p, apart * step_source, n)
-                    v = scale8(shift8(shift8(v, mean), off), scale)
-                    if weight != ZERO:
-                        p = at(even, layout_weight, weight, weight, step_weight, index, j)
-                        v = multiply8(v, load8(vector, kind_weight, p, apart * step_weight, n))
-                    if bias != ZERO:
-                        p = at(even, layout_bias, bias, bias, step_bias, index, j)
-                        v = add8(v, load8(vector, kind_bias, p, apart * step_bias, n))
-                    p = at(even, layout_out, out, base_out, step_out, index, j)
-                    store8(vector, kind_out, p, apart * step_out, n, v)
-                    j += leap
+                    n = ONE
+                p = place_of(context, task, ZERO, even, row, step, index, j)
+                q = place_of(context, task, ONE, even, row_more, step_more, index, j)
+                v = load8(vector, kind, p, apart * step, n)
+                v = add8(v, load8(vector, kind_more, q, apart * step_more, n))
+                p = place_of(context, task, TOTAL, even, row_total, step_total, index, j)
+                store8(vector, kind_total, p, apart * step_total, n, v)
+                j += leap
+        kind = kind_of(task, source)
+        row = element_of(context, task, source, index)
+        step = step_of(context, task, source, length)
+        count = f32(length)
+        mean = NOTHING
+        total, error = NOTHING, NOTHING
+        if centred:
+            j = start
+            while j < length:
+                n = chunk_count(j, length, apart)
+                if not even:
+                    n = ONE
+                p = place_of(context, task, source, even, row, step, index, j)
+                v = load8(vector, kind, p, apart * step, n)
+                total, error = add_exactly(total, error, sum8(fill8(v, n, NOTHING)))
+                j += leap
+            mean = group_sum(wide, settle(total, error), arena) / count
+        total, squares, error = NOTHING, NOTHING, NOTHING
+        j = start
+        while j < length:
+            n = chunk_count(j, length, apart)
+            if not even:
+                n = ONE
+            p = place_of(context, task, source, even, row, step, index, j)
+            v = fill8(shift8(load8(vector, kind, p, apart * step, n), mean), n, NOTHING)
+            total += sum8(v)
+            squares, error = add_exactly(squares, error, sum8(multiply8(v, v)))
+            j += leap
+        total, squares = group_sum2(wide, total, settle(squares, error), arena + AREA)
+        off = NOTHING
+        if centred:
+            off = total / count
+        scale = scale_of(task, count, squares, off)
+
+        kind_out = kind_of(task, OUT)
+        row_out = element_of(context, task, OUT, index)
+        step_out = step_of(context, task, OUT, length)
+        weight = address_of(task, place)
+        bias = ZERO
+        if centred:
+            bias = address_of(task, place + ONE)
+        # Weights have the rows' layout with strides of 0 between rows, so that a row of them is the first.
+        step_weight, step_bias = ZERO, ZERO
+        if weight != ZERO:
+            step_weight = step_of(context, task, place, length)
+        if bias != ZERO:
+            step_bias = step_of(context, task, place + ONE, length)
+        j = start
+        while j < length:
+            n = chunk_count(j, length, apart)
+            if not even:
+                n = ONE
+            p = place_of(context, task, source, even, row, step, index, j)
+            v = load8(vector, kind, p, apart * step, n)
+            v = scale8(shift8(shift8(v, mean), off), scale)
+            if weight != ZERO:
+                p = place_of(context, task, place, even, weight, step_weight, index, j)
+                v = multiply8(v, load8(vector, kind_of(task, place), p, apart * step_weight, n))
+            if bias != ZERO:
+                p = place_of(context, task, place + ONE, even, bias, step_bias, index, j)
+                v = add8(v, load8(vector, kind_of(task, place + ONE), p, apart * step_bias, n))
+            p = place_of(context, task, OUT, even, row_out, step_out, index, j)
+            store8(vector, kind_out, p, apart * step_out, n, v)
+            j += leap
+
+    stream = m.device(stream)
+
+    def norm(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        op = load_u32(task) - FIRST
+        length = load_u64(task + SCALARS)
+        how = load_u32(task + SCALARS + TWELVE)
+        wide, even = how & IS_WIDE != ZERO, how & EVEN != ZERO
+        part, parts, row, end, ahead = begin(tile, task, wide, load_u64(task + COUNT))
+        fits = False
+        if length <= parts * SIXTEEN and not is_strided(task):
+            ragged = address_of(task, ZERO) | address_of(task, ONE) | address_of(task, TWO)
+            ragged |= address_of(task, THREE) | address_of(task, OUT) | address_of(task, TOTAL)
+            fits = (ragged & FIFTEEN) | (length & SEVEN) == ZERO
+        while row < end:
+            if fits:
+                keep(task, op, row * length, length, wide, part, parts, arena)
+            else:
+                stream(context, task, op, row * length, length, wide, even, part, parts, arena)
             row += ahead
         return OK
 
