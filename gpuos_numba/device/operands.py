@@ -105,7 +105,7 @@ def make_step_of(m: Primitives) -> Body:
 
 @functools.cache
 def make_rows_fit(m: Primitives) -> Body:
-    """`rows_fit(context, task, index, length, even)`: whether 16-byte accesses serve a row of each operand."""
+    """`rows_fit(context, task, index, length, even)`: whether 16-byte accesses serve all operands' row."""
     u64 = m.u64
     address_of, kind_of, itemsize = make_address_of(m), make_kind_of(m), make_itemsize(m)
     element_of, step_of = make_element_of(m), make_step_of(m)

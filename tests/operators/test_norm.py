@@ -174,7 +174,7 @@ def test_refusals_come_before_enqueueing(runtime: gpuos.Runtime, name: str) -> N
     if name.startswith("add"):
         arrays[1] = arrays[1][:1]
     arrays[-1] = weight[0]
-    with pytest.raises(gpuos.ArgumentError, match="same memory|overlaps"):
+    with pytest.raises(gpuos.ArgumentError, match=r"same memory|overlaps"):
         runtime.submit(name, arrays, out=outs)
     assert runtime.stats().submitted == submitted
 

@@ -179,7 +179,7 @@ def test_eight_dims_and_odd_strides_of_size_1(runtime: gpuos.Runtime) -> None:
     for dim in (None, (0, 2, 5), (7, 1), 2):
         testing.check(runtime, "sum", odd, dim=dim)
     with pytest.raises(gpuos.ArgumentError):
-        run(runtime, "sum", x.reshape(x.shape + (1,)))
+        run(runtime, "sum", x.reshape((*x.shape, 1)))
 
 
 # --- tiles ---
@@ -241,7 +241,7 @@ def test_wrong_axes_are_refused(
 
 @pytest.mark.parametrize("name", ["mean", "var", "logsumexp"])
 def test_only_floats_have_a_mean(runtime: gpuos.Runtime, name: str) -> None:
-    with pytest.raises(gpuos.DTypeError, match="int32.*float32 or float16 or bfloat16: convert it first"):
+    with pytest.raises(gpuos.DTypeError, match=r"int32.*float32 or float16 or bfloat16: convert it first"):
         run(runtime, name, np.ones(3, np.int32))
 
 

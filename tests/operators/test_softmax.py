@@ -106,7 +106,7 @@ def test_refusals_come_before_enqueueing(runtime: gpuos.Runtime, name: str) -> N
     submitted = runtime.stats().submitted
     with pytest.raises(gpuos.ArgumentError, match="dim=2 of an input with 2 dims: choose from -2 to 1"):
         run(runtime, name, np.ones((2, 2), F32), dim=2)
-    with pytest.raises(gpuos.DTypeError, match="int32.*convert it first"):
+    with pytest.raises(gpuos.DTypeError, match=r"int32.*convert it first"):
         run(runtime, name, np.ones((2, 2), np.int32))
     x = testing.to_device(runtime, np.ones((5, 8), F32))
     with pytest.raises(gpuos.ArgumentError, match="overlaps"):

@@ -21,10 +21,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...descriptor import LAYOUT_BYTES, MAX_INPUTS, DType, Flag, layout_offset, offset
+from ...descriptor import MAX_INPUTS, DType, Flag, offset
 from ...errors import ArgumentError
 from ...machines.base import Body, Primitives
-from ...protocol import CONTEXT, field
 from ..chunks import (
     make_add_exactly,
     make_chunk_count,
@@ -38,7 +37,6 @@ from ..chunks import (
     make_unpack8,
 )
 from ..elements import (
-    make_element_address,
     make_itemsize,
     make_load_f32,
     make_load_f32x8,
@@ -47,6 +45,7 @@ from ..elements import (
     make_store_f32,
     make_store_i64,
 )
+from ..operands import OUTPUT, make_address_of, make_element_of, make_kind_of, make_step_of
 from ..reductions import make_larger
 from .axes import Rows, arrange, read_axes, reduced_shape
 from .planning import TILE
@@ -129,64 +128,36 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
     u64 = m.u64
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
     load_u64, load_u32, load_scratch_f32, divide = m.load_u64, m.load_u32, m.load_scratch_f32, m.divide
-    element_address = m.external("gpuos_element_address", make_element_address)
+    address_of, kind_of = make_address_of(m), make_kind_of(m)
+    element_of, step_of = make_element_of(m), make_step_of(m)
     itemsize, chunk_count = make_itemsize(m), make_chunk_count(m)
     start, identity, load, unpack = algebra.start, algebra.identity, algebra.load, algebra.unpack
     spread, single, fold, join = algebra.spread, algebra.single, algebra.fold, algebra.join
     shuffle, put_scratch, get_scratch = algebra.shuffle, algebra.put_scratch, algebra.get_scratch
     put, get, finish, unroll = algebra.put, algebra.get, algebra.finish, algebra.unroll
 
-    FIRST, INPUT, OUTPUT = u64(algebra.first_id), u64(offset("inputs")), u64(offset("outputs"))
-    COUNT, TILES, DTYPES = u64(offset("count")), u64(offset("tiles")), u64(offset("dtypes"))
-    SCALARS, LAYOUTS_AT = u64(offset("scalars")), u64(offset("layouts"))
-    LAYOUTS, LAYOUT_SIZE = u64(field(CONTEXT, "layouts")), u64(LAYOUT_BYTES)
-    NDIM, STRIDES = u64(layout_offset("ndim")), u64(layout_offset("strides"))
-    STRIDED, MERGE, SLOT_MASK = u64(Flag.STRIDED), u64(Flag.MERGE), u64(0xFFFF)
-    IS_WARP, IS_BLOCK, IS_COLUMN, GROUP, EVEN = (
-        u64(WARP),
-        u64(BLOCK),
-        u64(COLUMN),
-        u64(GROUP_MASK),
-        u64(LINEAR),
+    FIRST, COUNT, TILES, SCALARS = (
+        u64(algebra.first_id),
+        *(u64(offset(n)) for n in ("count", "tiles", "scalars")),
     )
+    IS_WARP, IS_BLOCK, IS_COLUMN, GROUP, EVEN = (u64(n) for n in (WARP, BLOCK, COLUMN, GROUP_MASK, LINEAR))
+    OUT, WORKSPACE, MERGE = u64(OUTPUT), u64(OUTPUT + 1), u64(Flag.MERGE)
     ZERO, ONE, THREE, FOUR, SEVEN, EIGHT, TWELVE, FIFTEEN = (u64(n) for n in (0, 1, 3, 4, 7, 8, 12, 15))
     SIXTEEN, HALF, STATE = u64(16), u64(32), u64(STATE_BYTES)
     OK = np.int32(0)
 
     def reduce(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        # What is not needed in the loops is read from the task where it is: registers are short there.
         op = load_u32(task) - FIRST
-        flags = load_u64(task) >> HALF
-        x = load_u64(task + INPUT)
-        out = load_u64(task + OUTPUT)
-        workspace = load_u64(task + OUTPUT + EIGHT)
         rows = load_u64(task + COUNT)
         tiles = load_u32(task + TILES)
-        kinds = load_u32(task + DTYPES)
-        kind = kinds & FIFTEEN
-        kind_out = (kinds >> SIXTEEN) & FIFTEEN
         length = load_u64(task + SCALARS)
-        parameter = load_scratch_f32(task + SCALARS + EIGHT)
         group = load_u32(task + SCALARS + TWELVE)
-        splits = load_u32(task + SCALARS + SIXTEEN)
         even = group & EVEN != ZERO
         group &= GROUP
-        size = itemsize(kind)
-        strided = flags & STRIDED != ZERO
-        layout = ZERO
-        layout_out = ZERO
-        step = size
-        if strided:
-            table = load_u64(context + LAYOUTS)
-            layout = table + (load_u64(task + LAYOUTS_AT) & SLOT_MASK) * LAYOUT_SIZE
-            layout_out = table + (load_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK) * LAYOUT_SIZE
-            if even:
-                dims = load_u32(layout + NDIM)
-                if dims > ZERO:
-                    step = load_u64(layout + STRIDES + (dims - ONE) * EIGHT) * size
-        neighbours = even and step == size
 
-        merging = flags & MERGE != ZERO and tile == tiles
-        pieces = splits  # into which each row is split for the units of this call
+        merging = (load_u64(task) >> HALF) & MERGE != ZERO and tile == tiles
+        pieces = load_u32(task + SCALARS + SIXTEEN)  # into which each row is split, for this call's units
         if merging:
             pieces = ONE
             tile = ZERO
@@ -230,9 +201,11 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
             state = identity(op)
             if row < rows:
                 if merging:
+                    splits = load_u32(task + SCALARS + SIXTEEN)
                     index = part
                     while index < splits:
-                        state = join(op, state, get(workspace + (row * splits + index) * STATE))
+                        at = address_of(task, WORKSPACE) + (row * splits + index) * STATE
+                        state = join(op, state, get(at))
                         index += parts
                 else:
                     begin = piece * piece_length
@@ -240,13 +213,16 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                     if end > length:
                         end = length
                     if begin < end:
+                        kind = kind_of(task, ZERO)
+                        size = itemsize(kind)
                         index = row * length
-                        base = x + index * size
-                        if strided:
-                            base = element_address(layout, x, index)
+                        base = element_of(context, task, ZERO, index)
+                        step = size
+                        if even:
+                            step = step_of(context, task, ZERO, length)
                         origin = start(op, kind, base)
                         j = begin + part
-                        if neighbours and base & FIFTEEN == ZERO and group != IS_COLUMN:
+                        if even and step == size and base & FIFTEEN == ZERO and group != IS_COLUMN:
                             done = begin + ((end - begin) & ~SEVEN)
                             stride = parts * EIGHT
                             j = begin + part * EIGHT
@@ -274,7 +250,7 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                                 count = chunk_count(j, end, parts)
                                 v = spread(op, kind, base + j * step, parts * step, count)
                             else:
-                                v = single(op, kind, element_address(layout, x, index + j))
+                                v = single(op, kind, element_of(context, task, ZERO, index + j))
                             state = fold(op, state, origin, v, count, j, parts)
                             j += count * parts
 
@@ -299,12 +275,11 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                 barrier()  # before the next unit writes there
             if owns:
                 if pieces > ONE:
-                    put(workspace + (row * pieces + piece) * STATE, state)
+                    put(address_of(task, WORKSPACE) + (row * pieces + piece) * STATE, state)
                 else:
-                    at = out + row * itemsize(kind_out)
-                    if strided:
-                        at = element_address(layout_out, out, row)
-                    finish(op, state, length, parameter, kind_out, at)
+                    parameter = load_scratch_f32(task + SCALARS + EIGHT)
+                    at = element_of(context, task, OUT, row)
+                    finish(op, state, length, parameter, kind_of(task, OUT), at)
             unit += tiles
         return OK
 
