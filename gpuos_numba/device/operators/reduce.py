@@ -146,58 +146,49 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
     SIXTEEN, HALF, STATE = u64(16), u64(32), u64(STATE_BYTES)
     OK = np.int32(0)
 
+    def is_merging(task: Any, tile: Any) -> Any:
+        flags = load_u64(task) >> HALF
+        return flags & MERGE != ZERO and tile == load_u32(task + TILES)
+
+    is_merging = m.device(is_merging)
+
+    def arrangement(group: Any, merging: Any) -> Any:
+        """(rows at once, the thread's among them, its part of the row, how many parts)"""
+        thread, width, lanes = thread_index(), block_width(), warp_width()
+        if group == IS_COLUMN:
+            return lanes, thread & (lanes - ONE), divide(thread, lanes), divide(width, lanes)
+        if group == IS_WARP or merging:
+            return divide(width, lanes), divide(thread, lanes), thread & (lanes - ONE), lanes
+        return ONE, ZERO, thread, width
+
+    arrangement = m.device(arrangement)
+
+    def place(task: Any, merging: Any, unit: Any, together: Any, mine: Any) -> Any:
+        """(row, piece of it, pieces that rows are split into) of a unit of this call."""
+        pieces = load_u32(task + SCALARS + SIXTEEN)
+        if pieces == ONE or merging:
+            return unit * together + mine, ZERO, ONE
+        first = divide(unit, pieces)
+        return first * together + mine, unit - first * pieces, pieces
+
+    place = m.device(place)
+
     def reduce(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         # What is not needed in the loops is read from the task where it is: registers are short there.
         op = load_u32(task) - FIRST
         rows = load_u64(task + COUNT)
-        tiles = load_u32(task + TILES)
         length = load_u64(task + SCALARS)
-        group = load_u32(task + SCALARS + TWELVE)
-        even = group & EVEN != ZERO
-        group &= GROUP
-
-        merging = (load_u64(task) >> HALF) & MERGE != ZERO and tile == tiles
-        pieces = load_u32(task + SCALARS + SIXTEEN)  # into which each row is split, for this call's units
-        if merging:
-            pieces = ONE
-            tile = ZERO
-            tiles = ONE
-            if group == IS_BLOCK:
-                group = IS_WARP
-        piece_length = length
-        if pieces > ONE:
-            piece_length = (divide(length + pieces - ONE, pieces) + SEVEN) & ~SEVEN
-
-        thread = thread_index()
-        width = block_width()
-        lanes = warp_width()
-        warps = divide(width, lanes)
-        warp = divide(thread, lanes)
-        lane = thread & (lanes - ONE)
-        together = ONE  # rows at once
-        mine = ZERO  # the thread's among them
-        part = thread
-        parts = width
-        if group == IS_WARP:
-            together = warps
-            mine = warp
-            part = lane
-            parts = lanes
-        elif group == IS_COLUMN:
-            together = lanes
-            mine = lane
-            part = warp
-            parts = warps
-
-        units = divide(rows + together - ONE, together) * pieces
+        even = load_u32(task + SCALARS + TWELVE) & EVEN != ZERO
+        merging = is_merging(task, tile)
+        group = load_u32(task + SCALARS + TWELVE) & GROUP
         unit = tile
-        while unit < units:
-            first_row = unit
-            piece = ZERO
-            if pieces > ONE:
-                first_row = divide(unit, pieces)
-                piece = unit - first_row * pieces
-            row = first_row * together + mine
+        if merging:
+            unit = ZERO
+        while True:
+            together, mine, part, parts = arrangement(group, merging)
+            row, piece, pieces = place(task, merging, unit, together, mine)
+            if row - mine >= rows:
+                break
             state = identity(op)
             if row < rows:
                 if merging:
@@ -208,8 +199,9 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                         state = join(op, state, get(at))
                         index += parts
                 else:
-                    begin = piece * piece_length
-                    end = begin + piece_length
+                    share = (divide(length + pieces - ONE, pieces) + SEVEN) & ~SEVEN
+                    begin = piece * share
+                    end = begin + share
                     if end > length:
                         end = length
                     if begin < end:
@@ -254,17 +246,23 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                             state = fold(op, state, origin, v, count, j, parts)
                             j += count * parts
 
-            owns = row < rows and part == ZERO
+            group = load_u32(task + SCALARS + TWELVE) & GROUP  # anew, as what follows from it
+            together, mine, part, parts = arrangement(group, merging)
+            if group == IS_BLOCK and merging:
+                group = IS_WARP
+            lanes = warp_width()
             if group != IS_COLUMN:
                 mask = lanes >> ONE
                 while mask > ZERO:
                     state = join(op, state, shuffle(state, mask))
                     mask >>= ONE
-            if group != IS_WARP and warps > ONE:
+            if group != IS_WARP and block_width() > lanes:
+                warp = divide(thread_index(), lanes)
+                warps = divide(block_width(), lanes)
                 apart = lanes  # states a warp leaves
                 if group == IS_BLOCK:
                     apart = ONE
-                if group == IS_COLUMN or lane == ZERO:
+                if group == IS_COLUMN or thread_index() & (lanes - ONE) == ZERO:
                     put_scratch(arena + (warp * apart + mine) * STATE, state)
                 barrier()
                 if warp == ZERO:
@@ -273,14 +271,18 @@ def make_reduce(m: Primitives, algebra: Algebra) -> Body:
                         state = join(op, state, get_scratch(arena + (other * apart + mine) * STATE))
                         other += ONE
                 barrier()  # before the next unit writes there
-            if owns:
+            row, piece, pieces = place(task, merging, unit, together, mine)
+            if part == ZERO and row < load_u64(task + COUNT):
                 if pieces > ONE:
                     put(address_of(task, WORKSPACE) + (row * pieces + piece) * STATE, state)
                 else:
                     parameter = load_scratch_f32(task + SCALARS + EIGHT)
                     at = element_of(context, task, OUT, row)
-                    finish(op, state, length, parameter, kind_of(task, OUT), at)
-            unit += tiles
+                    finish(op, state, load_u64(task + SCALARS), parameter, kind_of(task, OUT), at)
+            if merging:
+                unit += ONE
+            else:
+                unit += load_u32(task + TILES)
         return OK
 
     return reduce
