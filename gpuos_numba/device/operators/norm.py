@@ -139,13 +139,14 @@ def make_norm(m: Primitives) -> Body:
 
     larger_of_zero = m.device(larger_of_zero)
 
-    def begin(tile: Any, task: Any, wide: Any, rows: Any) -> Any:
-        """(the thread's place in its group, threads of a group, first row, end, rows at once)"""
-        tiles = load_u32(task + TILES)
+    def spot(task: Any, tile: Any, turn: Any) -> Any:
+        """(the thread's place in its group, threads of a group, row of this turn, end of the tile's rows)"""
+        rows, tiles = load_u64(task + COUNT), load_u32(task + TILES)
         thread, parts, lanes = thread_index(), block_width(), warp_width()
-        part, ahead = thread, ONE
-        if not wide:
+        part, ahead, first = thread, ONE, ZERO
+        if load_u32(task + SCALARS + TWELVE) & IS_WIDE == ZERO:
             ahead = divide(parts, lanes)
+            first = divide(thread, lanes)
             part = thread & (lanes - ONE)
             parts = lanes
         mine = divide(divide(rows + ahead - ONE, ahead) + tiles - ONE, tiles) * ahead
@@ -153,11 +154,9 @@ def make_norm(m: Primitives) -> Body:
         end = row + mine
         if end > rows:
             end = rows
-        if not wide:
-            row += divide(thread, lanes)
-        return part, parts, row, end, ahead
+        return part, parts, row + first + turn * ahead, end
 
-    begin = m.device(begin)
+    spot = m.device(spot)
 
     def scale_of(task: Any, length: Any, squares: Any, off: Any) -> Any:
         variance = squares / length - off * off
@@ -202,18 +201,17 @@ def make_norm(m: Primitives) -> Body:
                 store_vector(kind_total, row + k * size, b)
         # The weights arrive while the sums are on their way.
         weight = address_of(task, place)
-        kind_weight = kind_of(task, place)
         weight_a, weight_b = raw_a, raw_b
         if weight != ZERO:
+            kind_weight = kind_of(task, place)
             size = itemsize(kind_weight)
             weight_a = load_raw8(kind_weight, weight + j * size)
             weight_b = load_raw8(kind_weight, weight + k * size)
-        bias = ZERO
-        kind_bias = kind_of(task, place + ONE)
         bias_a, bias_b = weight_a, weight_b
         if centred:
             bias = address_of(task, place + ONE)
             if bias != ZERO:
+                kind_bias = kind_of(task, place + ONE)
                 size = itemsize(kind_bias)
                 bias_a = load_raw8(kind_bias, bias + j * size)
                 bias_b = load_raw8(kind_bias, bias + k * size)
@@ -241,12 +239,14 @@ def make_norm(m: Primitives) -> Body:
             off = total / count
         scale = scale_of(task, count, squares, off)
         a, b = scale8(shift8(a, off), scale), scale8(shift8(b, off), scale)
-        if weight != ZERO:
-            a = multiply8(a, unpack8(kind_weight, weight_a))
-            b = multiply8(b, unpack8(kind_weight, weight_b))
-        if bias != ZERO:
-            a = add8(a, unpack8(kind_bias, bias_a))
-            b = add8(b, unpack8(kind_bias, bias_b))
+        if address_of(task, place) != ZERO:
+            kind = kind_of(task, place)
+            a = multiply8(a, unpack8(kind, weight_a))
+            b = multiply8(b, unpack8(kind, weight_b))
+        if centred and address_of(task, place + ONE) != ZERO:
+            kind = kind_of(task, place + ONE)
+            a = add8(a, unpack8(kind, bias_a))
+            b = add8(b, unpack8(kind, bias_b))
         kind = kind_of(task, OUT)
         size = itemsize(kind)
         row = address_of(task, OUT) + index * size
@@ -306,7 +306,6 @@ def make_norm(m: Primitives) -> Body:
                 p = place_of(context, task, TOTAL, even, row_total, step_total, index, j)
                 store8(vector, kind_total, p, apart * step_total, n, v)
                 j += leap
-        kind = kind_of(task, source)
         row = element_of(context, task, source, index)
         step = step_of(context, task, source, length)
         count = f32(length)
@@ -319,7 +318,7 @@ def make_norm(m: Primitives) -> Body:
                 if not even:
                     n = ONE
                 p = place_of(context, task, source, even, row, step, index, j)
-                v = load8(vector, kind, p, apart * step, n)
+                v = load8(vector, kind_of(task, source), p, apart * step, n)
                 total, error = add_exactly(total, error, sum8(fill8(v, n, NOTHING)))
                 j += leap
             mean = group_sum(wide, settle(total, error), arena) / count
@@ -330,7 +329,7 @@ def make_norm(m: Primitives) -> Body:
             if not even:
                 n = ONE
             p = place_of(context, task, source, even, row, step, index, j)
-            v = fill8(shift8(load8(vector, kind, p, apart * step, n), mean), n, NOTHING)
+            v = fill8(shift8(load8(vector, kind_of(task, source), p, apart * step, n), mean), n, NOTHING)
             total += sum8(v)
             squares, error = add_exactly(squares, error, sum8(multiply8(v, v)))
             j += leap
@@ -340,7 +339,6 @@ def make_norm(m: Primitives) -> Body:
             off = total / count
         scale = scale_of(task, count, squares, off)
 
-        kind_out = kind_of(task, OUT)
         row_out = element_of(context, task, OUT, index)
         step_out = step_of(context, task, OUT, length)
         weight = address_of(task, place)
@@ -359,7 +357,7 @@ def make_norm(m: Primitives) -> Body:
             if not even:
                 n = ONE
             p = place_of(context, task, source, even, row, step, index, j)
-            v = load8(vector, kind, p, apart * step, n)
+            v = load8(vector, kind_of(task, source), p, apart * step, n)
             v = scale8(shift8(shift8(v, mean), off), scale)
             if weight != ZERO:
                 p = place_of(context, task, place, even, weight, step_weight, index, j)
@@ -368,28 +366,33 @@ def make_norm(m: Primitives) -> Body:
                 p = place_of(context, task, place + ONE, even, bias, step_bias, index, j)
                 v = add8(v, load8(vector, kind_of(task, place + ONE), p, apart * step_bias, n))
             p = place_of(context, task, OUT, even, row_out, step_out, index, j)
-            store8(vector, kind_out, p, apart * step_out, n, v)
+            store8(vector, kind_of(task, OUT), p, apart * step_out, n, v)
             j += leap
 
     stream = m.device(stream)
 
     def norm(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        op = load_u32(task) - FIRST
-        length = load_u64(task + SCALARS)
-        how = load_u32(task + SCALARS + TWELVE)
-        wide, even = how & IS_WIDE != ZERO, how & EVEN != ZERO
-        part, parts, row, end, ahead = begin(tile, task, wide, load_u64(task + COUNT))
-        fits = False
-        if length <= parts * SIXTEEN and not is_strided(task):
-            ragged = address_of(task, ZERO) | address_of(task, ONE) | address_of(task, TWO)
-            ragged |= address_of(task, THREE) | address_of(task, OUT) | address_of(task, TOTAL)
-            fits = (ragged & FIFTEEN) | (length & SEVEN) == ZERO
-        while row < end:
+        # Nothing is held over a row that the task or the turn says again: registers are short there.
+        turn = ZERO
+        while True:
+            part, parts, row, end = spot(task, tile, turn)
+            if row >= end:
+                break
+            op = load_u32(task) - FIRST
+            length = load_u64(task + SCALARS)
+            how = load_u32(task + SCALARS + TWELVE)
+            wide = how & IS_WIDE != ZERO
+            fits = False
+            if length <= parts * SIXTEEN and not is_strided(task):
+                ragged = address_of(task, ZERO) | address_of(task, ONE) | address_of(task, TWO)
+                ragged |= address_of(task, THREE) | address_of(task, OUT) | address_of(task, TOTAL)
+                fits = (ragged & FIFTEEN) | (length & SEVEN) == ZERO
             if fits:
                 keep(task, op, row * length, length, wide, part, parts, arena)
             else:
+                even = how & EVEN != ZERO
                 stream(context, task, op, row * length, length, wide, even, part, parts, arena)
-            row += ahead
+            turn += ONE
         return OK
 
     return norm
