@@ -44,20 +44,21 @@ _compiling = threading.Lock()
 
 
 @cache
-def _compile_kernel(op_id: int) -> Any:
+def _compile_body(make: Any) -> Any:
     from numba import cfunc, types
 
-    from ..device.operators import KERNELS
     from . import cpu_memory as m
 
     signature = types.int32(*[types.uint64] * 4)
-    return cfunc(signature, error_model="numpy")(KERNELS[op_id].make(m))
+    return cfunc(signature, error_model="numpy")(make(m))
 
 
 def compiled_kernel(op_id: int) -> Any:
-    """A kernel as a C function, compiled at its first use in the process."""
+    """A kernel as a C function, compiled at its first use in the process; kernels of one factory are one."""
+    from ..device.operators import KERNELS
+
     with _compiling:
-        return _compile_kernel(op_id)
+        return _compile_body(KERNELS[op_id].make)
 
 
 class CpuMachine:

@@ -157,10 +157,9 @@ def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx"
         abi="numba",
         cc=capability,
         output=output,
-        launch_bounds=(
-            threads,
-            1,
-        ),  # one block a multiprocessor: registers are there, spills cost a trip each
+        # Room for two blocks a multiprocessor, so at most 128 registers at 256 threads: left to itself ptxas
+        # takes half as many again, which the user's kernels would lack.
+        launch_bounds=(threads, 2),
     )
     return code
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ...descriptor import DType
-from . import elementwise
+from . import elementwise, norm, reduce, softmax
 from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
@@ -28,7 +28,7 @@ _CONTROL: Final = (
     ),
 )
 
-FAMILIES: Final = (_CONTROL, elementwise.OPERATORS)
+FAMILIES: Final = (_CONTROL, elementwise.OPERATORS, reduce.OPERATORS, softmax.OPERATORS, norm.OPERATORS)
 
 TABLE: Final = MappingProxyType({operator.name: operator for family in FAMILIES for operator in family})
 """Operators by name."""
