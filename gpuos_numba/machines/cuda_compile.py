@@ -157,7 +157,7 @@ def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx"
         abi="numba",
         cc=capability,
         output=output,
-        # One block a multiprocessor: held to the 128 registers of two, ptxas spills (seen on sm_90 and sm_100,
+        # One block a multiprocessor: held to the 128 registers of two, ptxas spills (sm_90 and sm_100,
         # 8 to 160 bytes), and a spill costs every task a trip. The price: while a worker is on a
         # multiprocessor little of its register file is left for others. A quiet launch takes 16 of them.
         launch_bounds=(threads, 1),
