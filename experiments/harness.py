@@ -193,10 +193,12 @@ def measure(cases: Sequence[Case], rounds: int, tick: Callable[[], Any] = lambda
 
 
 def git_commit() -> str:
-    """The measured source, `+dirty` if it was changed; GPUOS_COMMIT where a copy has no history."""
+    """The measured source, `+dirty` if it was changed; GPUOS_COMMIT says it where a copy's history does not."""
+    if os.environ.get("GPUOS_COMMIT"):
+        return os.environ["GPUOS_COMMIT"]
     sha = _output("git", "rev-parse", "HEAD")
     changed = _output("git", "status", "--porcelain", "--", "gpuos_numba", "templates", "experiments/*.py")
-    return f"{sha}{'+dirty' if changed else ''}" if sha else os.environ.get("GPUOS_COMMIT", "unknown")
+    return f"{sha}{'+dirty' if changed else ''}" if sha else "unknown"
 
 
 def driver_version() -> str | None:

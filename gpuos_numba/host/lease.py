@@ -27,6 +27,9 @@ class Keeper:
         self._machine, self._host = machine, host
         self._control, self._state = machine.arrays.control, machine.arrays.state
         self._words, self._address = machine.arrays.words, machine.arrays.address
+        # Views of single words: looking a field up by name takes longer than reading it.
+        self._enqueued, self._claimed = self._words["enqueued"], self._words["claimed"]
+        self._parked, self._ingested = self._state["parked"], self._state["ingested"]
         self._lock = threading.Lock()  # launches; never held by who waits for tasks
         self._awake, self._closing = threading.Event(), threading.Event()
         self._holds = 0  # parks in force: nothing is launched
@@ -44,15 +47,15 @@ class Keeper:
 
     @property
     def launches(self) -> int:
-        return int(self._words["enqueued"][0])
+        return int(self._enqueued[0])
 
     @property
     def parked(self) -> bool:
         """Nobody serves, and no launch is on its way."""
-        return int(self._state["parked"][0]) == self.launches
+        return int(self._parked[0]) == int(self._enqueued[0])
 
     def _unserved(self) -> bool:
-        return int(self._words["claimed"][0]) != int(self._state["ingested"][0])
+        return int(self._claimed[0]) != int(self._ingested[0])
 
     def ensure_served(self) -> None:
         """Launch if nobody serves. Raises MachineError where the launch fails."""
@@ -63,17 +66,17 @@ class Keeper:
                 self._launch()
 
     def _launch(self) -> None:
-        backlog = (int(self._words["claimed"][0]) - int(self._state["ingested"][0])) & MASK_64
+        backlog = (int(self._claimed[0]) - int(self._ingested[0])) & MASK_64
         quiet, most = self._machine.quiet_workers, self._machine.max_workers
         narrow = quiet < most and backlog <= 2 * quiet
         # A narrow launch parks early when work piles up; whoever notices launches again, wide.
         self._control["widen_at"] = 4 * quiet if narrow else 0
         # Counted before it runs: a launch that parks before it is counted would look like one still to come.
-        self._words["enqueued"] += 1
+        self._enqueued += 1
         try:
             self._machine.launch(quiet if narrow else most)
         except BaseException as error:
-            self._words["enqueued"] -= 1
+            self._enqueued -= 1
             self.error = error
             raise
         finally:
