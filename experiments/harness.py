@@ -193,7 +193,7 @@ def measure(cases: Sequence[Case], rounds: int, tick: Callable[[], Any] = lambda
 
 
 def git_commit() -> str:
-    """The measured source, `+dirty` if it was changed; GPUOS_COMMIT says it where a copy's history does not."""
+    """The measured source, `+dirty` if it was changed; GPUOS_COMMIT overrides git."""
     if os.environ.get("GPUOS_COMMIT"):
         return os.environ["GPUOS_COMMIT"]
     sha = _output("git", "rev-parse", "HEAD")
