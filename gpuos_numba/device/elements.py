@@ -37,14 +37,14 @@ def make_itemsize(m: Primitives) -> Body:
 
 @functools.cache
 def make_tile_range(m: Primitives) -> Body:
-    """`tile_range(count, tiles, tile) -> (begin, end)`: a tile's elements; starts are 16-byte aligned."""
+    """`tile_range(count, tiles, tile) -> (begin, end)`: a tile's elements; starts are multiples of 16."""
     u64, divide = m.u64, m.divide
-    ZERO, ONE, TWO, THREE = u64(0), u64(1), u64(2), u64(3)
+    ZERO, ONE, FOUR, FIFTEEN = u64(0), u64(1), u64(4), u64(15)
 
     def tile_range(count: Any, tiles: Any, tile: Any) -> Any:
         if tiles <= ONE:
             return ZERO, count
-        size = ((divide(count + tiles - ONE, tiles) + THREE) >> TWO) << TWO
+        size = ((divide(count + tiles - ONE, tiles) + FIFTEEN) >> FOUR) << FOUR
         begin = tile * size
         end = begin + size
         if begin > count:

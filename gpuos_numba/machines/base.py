@@ -108,6 +108,9 @@ class Primitives(Protocol):
     f32_to_bf16: Primitive
     fused_multiply_add: Primitive  # (f32, f32, f32) -> f32, rounded once
     round_even: Primitive  # (f32) -> f32, ties to even
+    round_down: Primitive  # (f32) -> f32
+    round_up: Primitive
+    modulo: Primitive  # (f32, f32) -> f32: C's fmod, exact, with the sign of the first
 
     # Sharing among threads of a block
     warp_width: Primitive  # () -> u64: 32, or 1 on the CPU

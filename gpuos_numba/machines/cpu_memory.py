@@ -196,6 +196,14 @@ def _pure(build: Any, result: Any, *arguments: Any) -> Any:
 
         return one
 
+    if len(arguments) == 2:
+
+        @intrinsic
+        def two(typingctx, x, y):
+            return result(*arguments), codegen
+
+        return two
+
     @intrinsic
     def three(typingctx, x, y, z):
         return result(*arguments), codegen
@@ -230,12 +238,17 @@ fused_multiply_add = _pure(
 )
 
 
-def _round_even(builder: Any, args: Any) -> Any:
-    rint = builder.module.declare_intrinsic("llvm.rint", [ir.FloatType()])
-    return builder.call(rint, args)
+def _rounding(name: str) -> Any:
+    def codegen(builder: Any, args: Any) -> Any:
+        return builder.call(builder.module.declare_intrinsic(name, [ir.FloatType()]), args)
+
+    return _pure(codegen, types.float32, types.float32)
 
 
-round_even = _pure(_round_even, types.float32, types.float32)
+round_even = _rounding("llvm.rint")
+round_down = _rounding("llvm.floor")
+round_up = _rounding("llvm.ceil")
+modulo = _pure(lambda builder, args: builder.frem(*args), types.float32, types.float32, types.float32)
 
 
 @njit(nogil=True, inline="always")

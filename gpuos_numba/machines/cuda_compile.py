@@ -23,6 +23,7 @@ from numba.cuda import types
 from ..device import switch
 from ..device.elements import make_element_address
 from ..device.operators import KERNELS
+from ..device.operators.elementwise import LONG
 from ..device.operators.table import Kernel
 from ..device.pump import make_pump
 from ..device.worker import make_worker
@@ -36,7 +37,7 @@ m: Any = cuda_memory
 KERNEL, PUMP, WORKER = "gpuos_executor", "gpuos_pump", "gpuos_worker"
 PUMP_SIGNATURE = types.int32(*[types.uint64] * 3)
 WORKER_SIGNATURE = types.int32(*[types.uint64] * 4)
-EXTERNALS = {"gpuos_element_address": make_element_address}
+EXTERNALS = {"gpuos_element_address": make_element_address, **LONG}
 """Helpers that are called, never inlined."""
 OLDEST = (8, 0)
 """sm_80: cp.async, and nanosleep and scoped memory operations before it."""

@@ -7,6 +7,7 @@ inline PTX with a memory clobber. Kernels port to numba-cuda's successors, these
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -417,6 +418,13 @@ f32_bits = _pure("{ .reg .u32 low; mov.b32 low, $1; cvt.u64.u32 $0, low; }", "=l
 bits_f32 = _pure("{ .reg .u32 low; cvt.u32.u64 low, $1; mov.b32 $0, low; }", "=f,l", _F32, _U64)
 fused_multiply_add = _pure("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", _F32, _F32, _F32, _F32)
 round_even = _pure("cvt.rni.f32.f32 $0, $1;", "=f,f", _F32, _F32)
+round_down = _pure("cvt.rmi.f32.f32 $0, $1;", "=f,f", _F32, _F32)
+round_up = _pure("cvt.rpi.f32.f32 $0, $1;", "=f,f", _F32, _F32)
+
+
+@device
+def modulo(x, y):
+    return math.fmod(x, y)
 
 
 @intrinsic

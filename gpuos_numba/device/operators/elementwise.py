@@ -1,25 +1,32 @@
-"""Element-wise operators: operands arrive as addresses in the task, results leave in its output.
+"""Element-wise operators: every function under its name, with its kernels.
 
-One body serves them all; an operator is the function of one element that is inlined into it. Contiguous
-operands take 16-byte accesses, anything else walks its layout. Element `i` of the output depends on element
-`i` of the inputs alone, so the output may be exactly an input.
+A function has up to three kernels: one for contiguous f32 alone, one that computes in f32 and one in i64,
+whatever dtypes come and go; see device/elementwise.py. Element `i` of the output depends on element `i` of
+the inputs alone, so the output may be exactly an input.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
-from ...descriptor import LAYOUT_BYTES, DType, Flag, offset
+from ...descriptor import DTYPE_NAMES, DType
+from ...errors import ArgumentError, DTypeError
 from ...machines.base import Body, Primitives
-from ...protocol import CONTEXT, field
 from ...shapes import broadcast_shape
-from ..elements import make_element_address, make_tile_range
+from .. import elementwise as bodies
+from ..elementwise import Entry
+from . import binary, ternary, unary
+from .functions import Array, Function
 from .planning import TILE, tile_count, walks_of
+from .promotion import category, number_dtype, operand_of, promote
 from .table import (
     ELEMENTWISE_IDS,
+    FLOATS,
+    INTS,
     Draw,
     Example,
     Kernel,
@@ -28,285 +35,530 @@ from .table import (
     Parameter,
     Plan,
     Result,
+    Shared,
+    Tolerance,
     pack,
     refuse_dtype,
 )
 
-Array = Any
-"""numpy.ndarray of f32, or a scalar of it."""
+DTYPES: Final = (*FLOATS, *INTS)
 
-
-def make_elementwise(m: Primitives, arity: int, function: Body) -> Body:
-    """The body of an element-wise f32 operator of 0, 1 or 2 inputs: `op(context, task, tile, arena)`.
-
-    `function(x, y, value)` computes one element; a missing input is 0, `value` is the first scalar.
-    """
-    u64, f32 = m.u64, m.f32
-    thread_index, block_width = m.thread_index, m.block_width
-    load_u64, load_f32, store_f32 = m.load_u64, m.load_f32, m.store_f32
-    load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    load_f32x4, store_f32x4, load_scratch_f32 = m.load_f32x4, m.store_f32x4, m.load_scratch_f32
-    tile_range = make_tile_range(m)
-    element_address = m.external("gpuos_element_address", make_element_address)
-    function = m.device(function)
-
-    INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
-    TILES, SCALARS, LAYOUTS_AT = u64(offset("tiles")), u64(offset("scalars")), u64(offset("layouts"))
-    LAYOUTS, LAYOUT_SIZE = u64(field(CONTEXT, "layouts")), u64(LAYOUT_BYTES)
-    STRIDED = u64(Flag.STRIDED)
-    ZERO, TWO, FOUR, EIGHT = u64(0), u64(2), u64(4), u64(8)
-    FIFTEEN, HALF, SLOT_MASK, TO_SECOND = u64(15), u64(32), u64(0xFFFF), u64(16)
-    OK = np.int32(0)
-    NOTHING = f32(0)
-    takes_x, takes_y = arity > 0, arity > 1
-
-    if takes_y:
-
-        def four(x: Any, y: Any, value: Any) -> Any:
-            a = load_f32x4(x)
-            b = load_f32x4(y)
-            return (
-                function(a[0], b[0], value),
-                function(a[1], b[1], value),
-                function(a[2], b[2], value),
-                function(a[3], b[3], value),
-            )
-
-        def one(x: Any, y: Any, value: Any) -> Any:
-            return function(load_f32(x), load_f32(y), value)
-    elif takes_x:
-
-        def four(x: Any, y: Any, value: Any) -> Any:
-            a = load_f32x4(x)
-            return (
-                function(a[0], NOTHING, value),
-                function(a[1], NOTHING, value),
-                function(a[2], NOTHING, value),
-                function(a[3], NOTHING, value),
-            )
-
-        def one(x: Any, y: Any, value: Any) -> Any:
-            return function(load_f32(x), NOTHING, value)
-    else:
-
-        def four(x: Any, y: Any, value: Any) -> Any:
-            result = function(NOTHING, NOTHING, value)
-            return result, result, result, result
-
-        def one(x: Any, y: Any, value: Any) -> Any:
-            return function(NOTHING, NOTHING, value)
-
-    four = m.device(four)
-    one = m.device(one)
-
-    def elementwise(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        x = load_task_u64(task + INPUTS)
-        y = load_task_u64(task + INPUTS + EIGHT)
-        out = load_task_u64(task + OUTPUT)
-        value = load_scratch_f32(task + SCALARS)
-        begin, end = tile_range(load_task_u64(task + COUNT), load_task_u32(task + TILES), tile)
-        index = begin + thread_index()
-        width = block_width()
-        if (load_task_u64(task) >> HALF) & STRIDED != ZERO:
-            # Slots of the four inputs fill one word, those of the outputs begin the next.
-            slots = load_task_u64(task + LAYOUTS_AT)
-            table = load_u64(context + LAYOUTS)
-            layout_x = table + (slots & SLOT_MASK) * LAYOUT_SIZE
-            layout_y = table + ((slots >> TO_SECOND) & SLOT_MASK) * LAYOUT_SIZE
-            layout_out = table + (load_task_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK) * LAYOUT_SIZE
-            at_x = x
-            at_y = y
-            while index < end:
-                if takes_x:
-                    at_x = element_address(layout_x, x, index)
-                if takes_y:
-                    at_y = element_address(layout_y, y, index)
-                store_f32(element_address(layout_out, out, index), one(at_x, at_y, value))
-                index += width
-        else:
-            done = begin  # elements before it belong to the 16-byte path
-            if (x | y | out) & FIFTEEN == ZERO:
-                done = begin + (((end - begin) >> TWO) << TWO)
-                vector = begin + thread_index() * FOUR
-                step = width * FOUR
-                while vector + step + step + step < done:
-                    a = vector * FOUR
-                    b = (vector + step) * FOUR
-                    c = (vector + step + step) * FOUR
-                    d = (vector + step + step + step) * FOUR
-                    p = four(x + a, y + a, value)
-                    q = four(x + b, y + b, value)
-                    r = four(x + c, y + c, value)
-                    s = four(x + d, y + d, value)
-                    store_f32x4(out + a, p[0], p[1], p[2], p[3])
-                    store_f32x4(out + b, q[0], q[1], q[2], q[3])
-                    store_f32x4(out + c, r[0], r[1], r[2], r[3])
-                    store_f32x4(out + d, s[0], s[1], s[2], s[3])
-                    vector += step * FOUR
-                while vector < done:
-                    a = vector * FOUR
-                    p = four(x + a, y + a, value)
-                    store_f32x4(out + a, p[0], p[1], p[2], p[3])
-                    vector += step
-            index = done + thread_index()
-            while index < end:
-                store_f32(out + index * FOUR, one(x + index * FOUR, y + index * FOUR, value))
-                index += width
-        return OK
-
-    return elementwise
-
-
-# --- the operators: the function of one element, and beside it what it means ---
-
-
-def make_nop(m: Primitives) -> Body:
-    """Does nothing: for measuring, and for ordering."""
-    OK = np.int32(0)
-
-    def nop(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        return OK
-
-    return nop
-
-
-def make_copy(m: Primitives) -> Body:
-    def copy(x: Any, y: Any, value: Any) -> Any:
-        return x
-
-    return make_elementwise(m, 1, copy)
-
-
-def spec_copy(a: Array) -> Array:
-    return a.copy()
+# --- functions that are not called by their own name ---
 
 
 def make_fill(m: Primitives) -> Body:
-    def fill(x: Any, y: Any, value: Any) -> Any:
-        return value
+    def fill(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        return p
 
-    return make_elementwise(m, 0, fill)
-
-
-def spec_fill(shape: tuple[int, ...], value: float) -> Array:
-    return np.full(shape, value, np.float32)
+    return fill
 
 
-def make_add(m: Primitives) -> Body:
-    def add(x: Any, y: Any, value: Any) -> Any:
-        return x + y
+def make_truncate(m: Primitives) -> Body:
+    """f32 toward zero, held between p and q, which are the target's limits; NaN is 0."""
+    NOTHING, TOP = np.int64(0), m.f32(2.0**63)
+    MOST, LEAST = np.int64(2**63 - 1), np.int64(-(2**63))
 
-    return make_elementwise(m, 2, add)
+    def truncate(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        if x != x:
+            return NOTHING
+        if x >= TOP:
+            result = MOST
+        elif x <= -TOP:
+            result = LEAST
+        else:
+            result = np.int64(x)
+        if result < p:
+            result = p
+        if result > q:
+            result = q
+        return result
 
-
-def spec_add(a: Array, b: Array) -> Array:
-    return np.add(a, b)
-
-
-def make_sub(m: Primitives) -> Body:
-    def sub(x: Any, y: Any, value: Any) -> Any:
-        return x - y
-
-    return make_elementwise(m, 2, sub)
-
-
-def spec_sub(a: Array, b: Array) -> Array:
-    return np.subtract(a, b)
-
-
-def make_mul(m: Primitives) -> Body:
-    def mul(x: Any, y: Any, value: Any) -> Any:
-        return x * y
-
-    return make_elementwise(m, 2, mul)
+    return truncate
 
 
-def spec_mul(a: Array, b: Array) -> Array:
-    return np.multiply(a, b)
+def _truth_fill(value: float) -> Array:
+    return np.asarray(value)
 
 
-def make_div(m: Primitives) -> Body:
-    def div(x: Any, y: Any, value: Any) -> Any:
-        return x / y
+_FILL: Final = Function("fill", 0, "value", _truth_fill, make_fill, make_fill)
+_CLAMP: Final = Function("clamp", 1, "", unary.truth_clip, unary.make_clip, unary.make_clip)
+_TRUNCATE: Final = Function("truncate", 1, "", np.trunc, make_truncate)
 
-    return make_elementwise(m, 2, div)
+# --- kernels: an id for each function and compute type ---
+
+_ALL: Final = (
+    *unary.FUNCTIONS,
+    unary.GELU,
+    unary.GELU_TANH,
+    *binary.FUNCTIONS,
+    *binary.SCALED,
+    *ternary.FUNCTIONS,
+    _FILL,
+    _CLAMP,
+)
+_PLAIN: Final = sorted((f for f in _ALL if f.plain), key=lambda f: f.arity)
+_F32: Final = sorted((f for f in _ALL if f.f32), key=lambda f: f.called)
+_I64: Final = sorted((f for f in _ALL if f.i64), key=lambda f: f.called)
+
+PLAIN_IDS: Final = ELEMENTWISE_IDS
+F32_IDS: Final = ELEMENTWISE_IDS + 31
+I64_IDS: Final = ELEMENTWISE_IDS + 135
+TRUNCATE_ID: Final = ELEMENTWISE_IDS + 254
+assert len(_PLAIN) <= F32_IDS - PLAIN_IDS and len(_F32) <= I64_IDS - F32_IDS
+assert len(_I64) <= TRUNCATE_ID - I64_IDS
+
+_plain_entries: Final = [Entry(PLAIN_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
+_f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.called) for i, f in enumerate(_F32) if f.f32]
+_i64_entries: Final = [Entry(I64_IDS + i, f.i64, f.called, f.divides) for i, f in enumerate(_I64) if f.i64]
+_FIRST_BINARY: Final = PLAIN_IDS + sum(f.arity < 2 for f in _PLAIN)
 
 
-def spec_div(a: Array, b: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
-        return np.divide(a, b)
+def make_long_f32(m: Primitives) -> Body:
+    """The long functions behind one call: `(op, x | y << 32, p | q << 32) -> bits of the result`."""
+    f32, bits_f32, f32_bits, out_of_line = m.f32, m.bits_f32, m.f32_bits, m.out_of_line
+    pick = bodies.make_called(m, [entry for entry in _f32_entries if entry.called])
+    HALF, NOTHING = m.u64(32), f32(0)
+
+    def long_f32(op: Any, operands: Any, scalars: Any) -> Any:
+        out_of_line()
+        x = bits_f32(operands)
+        y = bits_f32(operands >> HALF)
+        return f32_bits(pick(op, x, y, NOTHING, bits_f32(scalars), bits_f32(scalars >> HALF)))
+
+    return long_f32
 
 
-def make_relu(m: Primitives) -> Body:
-    ZERO = m.f32(0)
+def make_long_i64(m: Primitives) -> Body:
+    """The same for integers, without scalars: `(op, x, y) -> result`."""
+    u64, out_of_line = m.u64, m.out_of_line
+    pick = bodies.make_called(m, [entry for entry in _i64_entries if entry.called])
+    NOTHING = np.int64(0)
 
-    def relu(x: Any, y: Any, value: Any) -> Any:
-        # Written this way round NaN fails the comparison and passes through; max.f32 would drop it.
-        return ZERO if x < ZERO else x
+    def long_i64(op: Any, x: Any, y: Any) -> Any:
+        out_of_line()
+        return u64(pick(op, np.int64(x), np.int64(y), NOTHING, NOTHING, NOTHING))
 
-    return make_elementwise(m, 1, relu)
-
-
-def spec_relu(a: Array) -> Array:
-    return np.where(a < 0, np.float32(0), a)
-
-
-# --- the table ---
+    return long_i64
 
 
-def _operator(name: str, op_id: int, arity: int, formula: str, make: Any, spec: Any, **more: Any) -> Operator:
-    kernel = Kernel(op_id, name, make)
+LONG: Final = {"gpuos_long_f32": make_long_f32, "gpuos_long_i64": make_long_i64}
+"""Functions that the CUDA machine links once and calls."""
 
-    def infer(inputs: Sequence[Operand], /) -> tuple[Result, ...]:
-        for place, operand in enumerate(inputs):
-            if operand.dtype is not DType.F32:
-                raise refuse_dtype(name, f"inputs[{place}]", operand.dtype, (DType.F32,))
-        return (Result(broadcast_shape(inputs, [f"inputs[{i}]" for i in range(arity)]), DType.F32),)
 
-    def plan(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, **scalars: float) -> Plan:
-        if outputs[0].dtype is not DType.F32:
-            raise refuse_dtype(name, "out", outputs[0].dtype, (DType.F32,))
-        count = outputs[0].elements
-        return Plan(
-            op_id,
-            count,
-            tile_count(count, blocks),
-            walks_of(inputs, outputs[0]),
-            pack("f" * len(scalars), *scalars.values()),
+def _make_shared_f32(m: Primitives) -> Body:
+    long_f32, bits_f32, f32_bits, HALF = m.external(*_LONG_F32), m.bits_f32, m.f32_bits, m.u64(32)
+
+    def call(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        operands = f32_bits(x) | (f32_bits(y) << HALF)
+        return bits_f32(long_f32(op, operands, f32_bits(p) | (f32_bits(q) << HALF)))
+
+    return bodies.make_typed_shared(m, bodies.compute_f32(m), _f32_entries, m.device(call))
+
+
+def _make_shared_i64(m: Primitives) -> Body:
+    long_i64, u64 = m.external(*_LONG_I64), m.u64
+
+    def call(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        return np.int64(long_i64(op, u64(x), u64(y)))
+
+    return bodies.make_typed_shared(m, bodies.compute_i64(m), _i64_entries, m.device(call))
+
+
+def _make_shared_plain(m: Primitives) -> Body:
+    return bodies.make_plain_shared(m, _plain_entries, _FIRST_BINARY)
+
+
+_LONG_F32, _LONG_I64 = LONG.items()
+_SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
+_SHARED_F32: Final = Shared("gpuos_typed_f32", _make_shared_f32)
+_SHARED_I64: Final = Shared("gpuos_typed_i64", _make_shared_i64)
+
+
+def _make_plain_kernel(function: Function, op_id: int) -> Kernel:
+    make = partial(bodies.make_plain, arity=function.arity, make=function.f32)
+    return Kernel(op_id, function.name, make, _SHARED_PLAIN)
+
+
+def _make_typed_kernel(entry: Entry, name: str, compute: Any, shared: Shared) -> Kernel:
+    def make(m: Primitives) -> Body:
+        return bodies.make_typed(m, compute(m), entry)
+
+    return Kernel(entry.op_id, name, make, shared)
+
+
+_PLAIN_KERNELS: Final = {f.name: _make_plain_kernel(f, PLAIN_IDS + i) for i, f in enumerate(_PLAIN)}
+_F32_KERNELS: Final = {
+    f.name: _make_typed_kernel(e, f"{f.name}.f32", bodies.compute_f32, _SHARED_F32)
+    for f, e in zip(_F32, _f32_entries, strict=True)
+}
+_I64_KERNELS: Final = {
+    f.name: _make_typed_kernel(e, f"{f.name}.i64", bodies.compute_i64, _SHARED_I64)
+    for f, e in zip(_I64, _i64_entries, strict=True)
+}
+
+
+def _make_truncate_kernel(m: Primitives) -> Body:
+    return bodies.make_typed(m, bodies.compute_truncated(m), Entry(TRUNCATE_ID, make_truncate))
+
+
+_TRUNCATE_KERNEL: Final = Kernel(TRUNCATE_ID, "truncate", _make_truncate_kernel)
+
+# --- calls ---
+
+
+def _check_dtypes(name: str, inputs: Sequence[Operand]) -> None:
+    for place, operand in enumerate(inputs):
+        if operand.dtype not in DTYPES:
+            raise refuse_dtype(name, f"inputs[{place}]", operand.dtype, DTYPES)
+    if all(operand.immediate for operand in inputs):
+        raise ArgumentError(f"{name} of numbers alone: give it at least one array")
+
+
+def _shape(inputs: Sequence[Operand]) -> tuple[int, ...]:
+    return broadcast_shape(inputs, [f"inputs[{i}]" for i in range(len(inputs))])
+
+
+def _f32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _run(
+    function: Function,
+    in_f32: bool,
+    inputs: Sequence[Operand],
+    out: Operand,
+    blocks: int,
+    scalars: Sequence[float] = (),
+) -> Plan:
+    """The plan of a function's kernel."""
+    count, walks = out.elements, walks_of(inputs, out)
+    tiles = tile_count(count, blocks)
+    if in_f32 and out.dtype in INTS and out.dtype is not DType.BOOL:
+        raise DTypeError(
+            f"out has dtype {DTYPE_NAMES[out.dtype]}, {function.name} of floats does not write integers: "
+            "pass an out of bool or a float dtype"
         )
+    plain = _PLAIN_KERNELS.get(function.name)
+    if (
+        plain
+        and in_f32
+        and walks is None
+        and not scalars
+        and out.dtype is DType.F32
+        and all(each.dtype is DType.F32 and not each.immediate and each.shape == out.shape for each in inputs)
+    ):
+        return Plan(plain.op_id, count, tiles)
+    if in_f32:
+        packed = pack("f" * len(scalars), *map(_f32, scalars))
+        return Plan(_F32_KERNELS[function.name].op_id, count, tiles, walks, packed)
+    try:
+        packed = pack("q" * len(scalars), *map(int, scalars))
+    except Exception as error:  # struct.error, which says less
+        raise ArgumentError(f"{function.name}: {tuple(scalars)} do not fit 64 bits") from error
+    return Plan(_I64_KERNELS[function.name].op_id, count, tiles, walks, packed, number=DType.I64)
+
+
+def _lanes(dtype: DType, in_f32: bool, operands: Sequence[Any]) -> list[Array]:
+    """Operands as a truth takes them."""
+    kind = np.float32 if in_f32 else np.int64
+    return list(np.broadcast_arrays(*(np.asarray(each).astype(kind) for each in operands)))
+
+
+def _draw_operand(draw: Draw, shape: tuple[int, ...], dtype: DType, values: str) -> Any:
+    return draw.array(draw.broadcastable(shape), dtype, values)
+
+
+def _operator(function: Function, variant: Any = None) -> Operator:
+    """The operator of a function. `variant(parameters)` may name another function and its scalars."""
+    name, arity = function.name, function.arity
+    takes_condition = name == "where"
+
+    def common(inputs: Sequence[Operand]) -> DType:
+        _check_dtypes(name, inputs)
+        if takes_condition and inputs[0].dtype is not DType.BOOL:
+            raise refuse_dtype(name, "inputs[0]", inputs[0].dtype, (DType.BOOL,))
+        dtype = promote(inputs[1:] if takes_condition else inputs)
+        if category(dtype) == 0 and not function.bools or category(dtype) == 1 and not function.integers:
+            wanted = [d for d in DTYPES if category(d) == 2 or category(d) == 1 and function.integers]
+            raise refuse_dtype(name, "its operand", dtype, wanted)
+        return dtype
+
+    def in_f32(dtype: DType) -> bool:
+        return dtype in FLOATS or function.i64 is None
+
+    def infer(inputs: Sequence[Operand], /, **parameters: Any) -> tuple[Result, ...]:
+        dtype = common(inputs)
+        if dtype not in FLOATS:
+            for key, value in parameters.items():
+                if isinstance(value, float) and function.i64 is not None:
+                    raise ArgumentError(f"{name} of integers: {key}={value!r} must be an integer too")
+            if function.result == "float":
+                dtype = DType.F32
+        return (Result(_shape(inputs), DType.BOOL if function.result == "bool" else dtype),)
+
+    def plan(
+        inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, **parameters: Any
+    ) -> Plan:
+        dtype = common(inputs)
+        chosen, scalars = variant(parameters) if variant else (function, tuple(parameters.values()))
+        return _run(chosen, in_f32(dtype), inputs, outputs[0], blocks, scalars)
+
+    def spec(*operands: Any, **parameters: Any) -> Array:
+        dtype = common([operand_of(each) for each in operands])
+        given = {each.name: each.default for each in function.parameters} | parameters
+        chosen = variant(given)[0] if variant else function
+        if variant and name == "gelu":
+            given = {}
+        return chosen.truth(*_lanes(dtype, in_f32(dtype), operands), **given)
 
     def example(draw: Draw) -> Example:
         shape = draw.shape()
-        return [draw.array(draw.broadcastable(shape), DType.F32) for _ in range(arity)], {}
+        while True:
+            dtypes = [draw.choice(DTYPES) for _ in range(arity)]
+            if draw.integer(0, 1):
+                dtypes = dtypes[:1] * arity
+            if takes_condition:
+                dtypes[0] = DType.BOOL
+            try:
+                dtype = common([Operand(each, (1,), (), True) for each in dtypes])
+                break
+            except DTypeError:
+                continue
+        inputs: list[Any] = []
+        for place, each in enumerate(dtypes):
+            if place and draw.integer(0, 5) == 0:
+                inputs.append(draw.choice([2, True, -3] + [0.5, -1.25] * (dtype in FLOATS)))
+                continue
+            array = _draw_operand(draw, shape, each, function.values)
+            if function.divides and place == 1 and each in INTS:
+                array = np.where(array == 0, array.dtype.type(1), array)
+            inputs.append(array)
+        parameters = {}
+        for parameter in function.parameters:
+            if isinstance(parameter.kind, tuple):
+                parameters[parameter.name] = draw.choice(parameter.kind)
+            elif draw.integer(0, 1):
+                whole = parameter.kind == "number" and category(dtype) < 2
+                parameters[parameter.name] = draw.choice([2, 3] if whole else [0.5, 2.0])
+        if all(isinstance(each, bool | int | float) for each in inputs):
+            inputs[0] = _draw_operand(draw, shape, dtypes[0], function.values)
+        return inputs, parameters
 
+    names = (name, *{"add": ("add.alpha",), "sub": ("sub.alpha",), "gelu": ("gelu.tanh",)}.get(name, ()))
+    kernels = [table[each] for table in _TABLES for each in names if each in table]
     return Operator(
         name,
         "element-wise",
         (arity, arity),
         1,
-        (DType.F32,),
-        formula,
+        tuple(
+            each
+            for each in DTYPES
+            if category(each) == 2
+            or category(each) == 1
+            and function.integers
+            or category(each) == 0
+            and function.bools
+        ),
+        function.formula,
         infer,
         plan,
-        (kernel,),
+        tuple(kernels),
         spec,
+        parameters=function.parameters,
+        tolerance=function.tolerance,
         same_ok=tuple(range(arity)),
-        like_out=arity == 0,
-        plain=arity > 0,
         tiling=f"above {TILE} elements",
-        example=example if arity else None,
-        **more,
+        cost="Moves each element once.",
+        source=function.source or f"torch.{name}.",
+        example=example,
+        numbers=arity > 1,
+        casts=True,
+        plain=function.plain,
     )
 
 
-OPERATORS = (
-    _operator("copy", ELEMENTWISE_IDS + 0, 1, "a", make_copy, spec_copy),
-    _operator(
-        "fill", ELEMENTWISE_IDS + 1, 0, "value", make_fill, spec_fill, parameters=(Parameter("value"),)
+_TABLES: Final = (_PLAIN_KERNELS, _F32_KERNELS, _I64_KERNELS)
+
+
+def _scaled(scaled: Function, function: Function) -> Any:
+    def variant(parameters: dict[str, Any]) -> tuple[Function, tuple[Any, ...]]:
+        alpha = parameters["alpha"]
+        return (function, ()) if alpha == 1 else (scaled, (alpha,))
+
+    return variant
+
+
+def _gelu(parameters: dict[str, Any]) -> tuple[Function, tuple[Any, ...]]:
+    return (unary.GELU if parameters["approximate"] == "none" else unary.GELU_TANH), ()
+
+
+# --- operators whose dtypes follow rules of their own ---
+
+
+def _infer_clamp(inputs: Sequence[Operand], /, min: Any, max: Any) -> tuple[Result, ...]:
+    return (Result(inputs[0].shape, _clamped(inputs[0], min, max)),)
+
+
+def _clamped(x: Operand, low: Any, high: Any) -> DType:
+    _check_dtypes("clamp", [x])
+    bounds = [each for each in (low, high) if each is not None]
+    if not bounds:
+        raise ArgumentError("clamp without min and max: give at least one")
+    return promote([x, *(Operand(number_dtype(each), (), (), True, True) for each in bounds)])
+
+
+def _bounds(dtype: DType, low: Any, high: Any) -> tuple[Any, Any]:
+    limits = (-np.inf, np.inf) if dtype in FLOATS else (-(2**63), 2**63 - 1)
+    return limits[0] if low is None else low, limits[1] if high is None else high
+
+
+def _plan_clamp(
+    inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, min: Any, max: Any
+) -> Plan:
+    dtype = _clamped(inputs[0], min, max)
+    return _run(_CLAMP, dtype in FLOATS, inputs, outputs[0], blocks, _bounds(dtype, min, max))
+
+
+def _spec_clamp(x: Array, min: Any = None, max: Any = None) -> Array:
+    dtype = _clamped(operand_of(x), min, max)
+    (lanes,) = _lanes(dtype, dtype in FLOATS, [x])
+    return unary.truth_clip(lanes, *_bounds(dtype, min, max))
+
+
+def _example_clamp(draw: Draw) -> Example:
+    bounds = {"min": draw.choice([-1, 0.5, 2, None]), "max": draw.choice([-1, 0.5, 1])}
+    return [_draw_operand(draw, draw.shape(), draw.choice(DTYPES), "any")], bounds
+
+
+def _kernel_of_copy(source: DType, target: DType) -> Kernel:
+    if source in FLOATS and target in INTS and target is not DType.BOOL:
+        return _TRUNCATE_KERNEL
+    return (_F32_KERNELS if source in FLOATS or target in FLOATS else _I64_KERNELS)["copy"]
+
+
+def _infer_cast(inputs: Sequence[Operand], /, dtype: DType) -> tuple[Result, ...]:
+    _check_dtypes("cast", inputs)
+    if dtype not in DTYPES:
+        raise refuse_dtype("cast", "the target", dtype, DTYPES)
+    return (Result(inputs[0].shape, dtype),)
+
+
+def _plan_cast(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, dtype: DType) -> Plan:
+    out, count = outputs[0], outputs[0].elements
+    kernel, scalars = _kernel_of_copy(inputs[0].dtype, out.dtype), b""
+    if kernel is _TRUNCATE_KERNEL:
+        limits = np.iinfo(DTYPE_NAMES[out.dtype])
+        scalars = pack("qq", limits.min, limits.max)
+    return Plan(kernel.op_id, count, tile_count(count, blocks), walks_of(inputs, out), scalars)
+
+
+def _spec_cast(x: Array, dtype: Any) -> Array:
+    from .table import read_dtype
+
+    target = read_dtype(dtype)
+    if target in FLOATS:
+        return x.astype(np.float32)  # from there as PyTorch goes
+    if target is DType.BOOL:
+        return x.astype(np.float32) != 0
+    kind = np.dtype(DTYPE_NAMES[target])
+    if x.dtype.name not in ("float16", "bfloat16", "float32"):
+        return x.astype(kind)
+    limits, exact = np.iinfo(kind), np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0))
+    inside = (exact > float(limits.min)) & (exact < float(limits.max))
+    edge = np.where(exact < 0, limits.min, limits.max)
+    return np.where(inside, np.where(inside, exact, 0).astype(np.int64), edge).astype(kind)
+
+
+def _example_cast(draw: Draw) -> Example:
+    x = _draw_operand(draw, draw.shape(), draw.choice(DTYPES), "any")
+    return [x], {"dtype": DTYPE_NAMES[draw.choice(DTYPES)]}
+
+
+def _plan_fill(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, value: Any) -> Plan:
+    out = outputs[0]
+    if out.dtype not in DTYPES:
+        raise refuse_dtype("fill", "out", out.dtype, DTYPES)
+    in_f32 = out.dtype in FLOATS
+    if not in_f32 and isinstance(value, float):
+        if value != value or value in (np.inf, -np.inf):
+            raise ArgumentError(f"fill: {value!r} is no {DTYPE_NAMES[out.dtype]}: give a number that is")
+        value = int(value != 0) if out.dtype is DType.BOOL else int(value)
+    return _run(_FILL, in_f32, inputs, out, blocks, (value,))
+
+
+_ALPHAS: Final = {"add": binary.SCALED[0], "sub": binary.SCALED[1]}
+_GELU: Final = Function(
+    **{
+        each: getattr(unary.GELU, each)
+        for each in unary.GELU.__slots__
+        if each not in ("parameters", "formula", "source")
+    },
+    parameters=(Parameter("approximate", ("none", "tanh"), "none"),),
+    formula="a Φ(a), Φ the normal distribution; or its tanh form, which differs by up to 5e-4",
+    source="torch.nn.functional.gelu; Hendrycks and Gimpel, arXiv 1606.08415.",
+)
+
+OPERATORS: Final = (
+    *(
+        _operator(f, _scaled(_ALPHAS[f.name], f) if f.name in _ALPHAS else None)
+        for f in (*unary.FUNCTIONS, *binary.FUNCTIONS, *ternary.FUNCTIONS)
     ),
-    _operator("add", ELEMENTWISE_IDS + 2, 2, "a + b", make_add, spec_add),
-    _operator("sub", ELEMENTWISE_IDS + 3, 2, "a - b", make_sub, spec_sub),
-    _operator("mul", ELEMENTWISE_IDS + 4, 2, "a * b", make_mul, spec_mul),
-    _operator("div", ELEMENTWISE_IDS + 5, 2, "a / b", make_div, spec_div),
-    _operator("relu", ELEMENTWISE_IDS + 6, 1, "max(a, 0)", make_relu, spec_relu),
+    _operator(_GELU, _gelu),
+    Operator(
+        "clamp",
+        "element-wise",
+        (1, 1),
+        1,
+        DTYPES,
+        "a held between min and max; max where min > max; NaN stays",
+        _infer_clamp,
+        _plan_clamp,
+        (_F32_KERNELS["clamp"], _I64_KERNELS["clamp"]),
+        _spec_clamp,
+        parameters=(Parameter("min", "number", None), Parameter("max", "number", None)),
+        tolerance=Tolerance(f16=0.0, bf16=0.0),
+        same_ok=(0,),
+        tiling=f"above {TILE} elements",
+        cost="Moves each element once.",
+        source="torch.clamp.",
+        example=_example_clamp,
+        casts=True,
+    ),
+    Operator(
+        "cast",
+        "data movement",
+        (1, 1),
+        1,
+        DTYPES,
+        "a as another dtype; float to integer goes toward zero, to the nearest that there is, NaN to 0",
+        _infer_cast,
+        _plan_cast,
+        (_F32_KERNELS["copy"], _I64_KERNELS["copy"], _TRUNCATE_KERNEL),
+        _spec_cast,
+        parameters=(Parameter("dtype", "dtype"),),
+        tolerance=Tolerance(f16=0.0, bf16=0.0),
+        tiling=f"above {TILE} elements",
+        cost="Moves each element once.",
+        source="torch.Tensor.to, but for floats that no integer of the dtype is near.",
+        example=_example_cast,
+    ),
+    Operator(
+        "fill",
+        "data movement",
+        (0, 0),
+        1,
+        DTYPES,
+        "value",
+        lambda inputs, **parameters: (),
+        _plan_fill,
+        (_F32_KERNELS["fill"], _I64_KERNELS["fill"]),
+        None,
+        parameters=(Parameter("value", "number"),),
+        tiling=f"above {TILE} elements",
+        cost="Writes each element once.",
+        source="torch.Tensor.fill_.",
+        like_out=True,
+    ),
 )

@@ -148,7 +148,7 @@ class Parameter:
 
     Attributes:
         name: as the user writes it.
-        kind: "float", "int", "bool", "axes" (None, an int, or ints; arrives as None or a tuple), "dtype"
+        kind: "float", "int", "bool", "number" (int or float, and stays what it is), "axes" (None, an int, or ints; arrives as None or a tuple), "dtype"
             (a name, a NumPy dtype or a torch dtype; arrives as DType or None), or a tuple of strings, of
             which it is one.
         default: taken where it is left out; REQUIRED: it may not be.
@@ -170,6 +170,11 @@ class Parameter:
                 return None
             if kind == "float":
                 return float(value)
+            if kind == "number":
+                value = value.item() if isinstance(value, np.generic) else value
+                if isinstance(value, bool | int | float):
+                    return value
+                raise TypeError
             if kind == "bool":
                 if value in (0, 1):
                     return bool(value)
@@ -218,7 +223,11 @@ class Tolerance:
     def of(self, dtype: DType) -> tuple[float, float]:
         """(rtol, atol) for an output dtype."""
         rtol = {DType.F32: self.f32, DType.F16: self.f16, DType.BF16: self.bf16}.get(dtype, 0.0)
-        return rtol, self.atol if dtype in FLOATS else 0.0
+        if dtype not in FLOATS:
+            return 0.0, 0.0
+        # The smallest of a format: what one rounding is where it has no relative precision.
+        least = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}.get(dtype, 0.0)
+        return rtol, self.atol + (least if rtol else 0.0)
 
 
 EXACT: Final = Tolerance()
@@ -330,11 +339,11 @@ def pack(format: str, *values: Any) -> bytes:
 
 
 def pack_dtypes(inputs: Sequence[Operand | None], outputs: Sequence[Operand]) -> int:
-    """`TASK["dtypes"]`: a nibble for each of 4 inputs and 2 outputs."""
+    """`TASK["dtypes"]`: a nibble for each of 4 inputs and 2 outputs. An absent input is the number 0."""
     word = 0
-    for place, operand in enumerate(inputs):
-        if operand is not None:
-            word |= (IMMEDIATE if operand.immediate else int(operand.dtype)) << 4 * place
+    for place, operand in enumerate([*inputs, *[None] * (MAX_INPUTS - len(inputs))]):
+        absent = operand is None or operand.immediate
+        word |= (IMMEDIATE if absent else int(operand.dtype)) << 4 * place
     for place, operand in enumerate(outputs):
         word |= int(operand.dtype) << 4 * (MAX_INPUTS + place)
     return word
