@@ -81,11 +81,12 @@ def test_every_template_compiles_says_what_it_is_and_is_listed(name: str) -> Non
     assert f"`{name}`" in (templates_folder() / "README.md").read_text()
 
 
-def render(ids: list[int]) -> str:
-    return environment().get_template("switch.py.jinja").render(cases=[(i, i, f"operator_{i}") for i in ids])
+def render(ids: list[int], hot: int | None = None) -> str:
+    cases = [(i, i, f"operator_{i}") for i in ids]
+    return environment().get_template("switch.py.jinja").render(cases=cases, hot=f"operator_{hot}")
 
 
-def switch(ids: list[int]) -> Callable[..., Any]:
+def switch(ids: list[int], hot: int | None = None) -> Callable[..., Any]:
     """The rendered switch over operators that return their own id and what they were given."""
 
     def operator(op_id: int) -> Callable[..., Any]:
@@ -93,7 +94,7 @@ def switch(ids: list[int]) -> Callable[..., Any]:
 
     namespace: dict[str, Any] = {f"operator_{i}": operator(i) for i in ids}
     namespace |= {"int64": int, "UNKNOWN_OPERATOR": UNKNOWN}
-    exec(compile(render(ids), "switch", "exec"), namespace)
+    exec(compile(render(ids, hot), "switch", "exec"), namespace)
     dispatch: Callable[..., Any] = namespace["gpuos_dispatch"]
     return dispatch
 
@@ -102,9 +103,10 @@ DENSE = [list(range(n)) for n in (1, 2, 3, 7, 8, 9, 42)]
 SPARSE = [[5], [0, 9], [1, 2, 4, 8, 16, 32, 64], [3, 1000, 1001, 65535]]
 
 
+@pytest.mark.parametrize("hot", [None, 0, -1])
 @pytest.mark.parametrize("ids", DENSE + SPARSE, ids=lambda ids: f"{len(ids)}_to_{ids[-1]}")
-def test_switch_calls_the_asked_operator_and_no_other(ids: list[int]) -> None:
-    dispatch = switch(ids)
+def test_switch_calls_the_asked_operator_and_no_other(ids: list[int], hot: int | None) -> None:
+    dispatch = switch(ids, None if hot is None else ids[hot])
     near = {i + step for i in ids for step in (-1, 0, 1)} | {0, 2**31, 2**62}
     for op_id in sorted(near):
         got = dispatch("context", op_id, "task", "tile", "arena")
@@ -127,7 +129,7 @@ def test_neighbours_that_share_a_body_are_one_case() -> None:
         (7, 7, "both"),
         (9, 9, "gpuos_op_9_k9"),
     ]
-    text = environment().get_template("switch.py.jinja").render(cases=found)
+    text = environment().get_template("switch.py.jinja").render(cases=found, hot="")
     namespace: dict[str, Any] = {"int64": int, "UNKNOWN_OPERATOR": UNKNOWN, "both": lambda *a: "both"}
     namespace |= {f"gpuos_op_{i}_k{i}": lambda *a, i=i: i for i in (4, 9)}
     exec(compile(text, "switch", "exec"), namespace)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Entry:
 
     op_id: int
     make: Factory
-    called: bool = False  # too long to inline
+    inline: bool = True  # on the CUDA machine: eight times in the shared body, or called
     divides: bool = False  # y == 0 is an error
 
 
@@ -293,10 +293,10 @@ def make_typed(m: Primitives, compute: Compute, entry: Entry) -> Body:
     return _make_typed(m, compute, _make_lanes(m, function, VECTOR), function, entry.divides, entry.op_id)
 
 
-def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry], call: Body | None) -> Body:
-    """The typed body of many functions, by rising op_id; those that are called come last.
+def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry], call: Body) -> Body:
+    """The typed body of many functions, by rising op_id; those that are not inlined come last.
 
-    `call(op, x, y, z, p, q)` is the function of those. Ids of functions that divide are neighbours.
+    `call(op, x, y, z, p, q)` is any of them. Ids of functions that divide are neighbours.
     """
     dividing = [entry.op_id for entry in entries if entry.divides]
     assert dividing == list(range(dividing[0], dividing[0] + len(dividing))) if dividing else True
@@ -304,15 +304,15 @@ def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry],
         m,
         compute,
         _make_tree(m, entries, VECTOR, call),
-        _make_tree(m, entries, 1, call),
+        call,
         bool(dividing),
         dividing[0] if dividing else 0,
         dividing[-1] if dividing else 0,
     )
 
 
-def make_called(m: Primitives, entries: Sequence[Entry]) -> Body:
-    """`pick(op, x, y, z, p, q)` among the long functions, inlined into one place."""
+def make_any(m: Primitives, entries: Sequence[Entry]) -> Body:
+    """`pick(op, x, y, z, p, q)` among all functions."""
     return _make_tree(m, entries, 1, None)
 
 
@@ -435,7 +435,7 @@ def _make_typed(
 
 def _make_tree(m: Primitives, entries: Sequence[Entry], lanes: int, call: Body | None) -> Body:
     """`pick(op, x, y, z, p, q)`: the function of `op` over 1, 4 or 8 lanes."""
-    if call is not None and all(entry.called for entry in entries):
+    if call is not None and not any(entry.inline for entry in entries):
         return _make_lanes(m, call, lanes)
     if len(entries) == 1:
         return _make_lanes(m, _make_leaf(m, entries[0].make), lanes)

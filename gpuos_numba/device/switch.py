@@ -16,6 +16,9 @@ from ..descriptor import Status
 from ..templates import environment
 from .operators.table import Kernel
 
+HOT = "gpuos_plain"
+"""The body that is looked for first."""
+
 
 def cases(kernels: Sequence[Kernel]) -> list[tuple[int, int, str]]:
     """(first id, last id, symbol) in order; neighbours that share a body are one case."""
@@ -30,7 +33,7 @@ def cases(kernels: Sequence[Kernel]) -> list[tuple[int, int, str]]:
 
 def render(kernels: Sequence[Kernel]) -> str:
     """Source of `gpuos_dispatch(context, op_id, task, tile, arena)` over these kernels."""
-    return environment().get_template("switch.py.jinja").render(cases=cases(kernels))
+    return environment().get_template("switch.py.jinja").render(cases=cases(kernels), hot=HOT)
 
 
 def build(kernels: Sequence[Kernel], externals: dict[str, Any]) -> Callable[..., Any]:

@@ -44,7 +44,7 @@ def make_worker(m: Primitives) -> Body:
     load_relaxed_gpu, store_relaxed_gpu = m.load_relaxed_gpu, m.store_relaxed_gpu
 
     take, await_position, stage = _make_take(m), _make_await(m), _make_stage(m)
-    finish_tile, publish = _make_finish_tile(m), _make_publish(m)
+    count_tile, finish_tiles, publish = _make_count_tile(m), _make_finish_tiles(m), _make_publish(m)
     leave, log2, share_context = make_leave(m), make_log2(m), make_share_context(m)
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
@@ -58,7 +58,8 @@ def make_worker(m: Primitives) -> Body:
     ENTRY, TASKS, STATUSES = u64(SCRATCH_ENTRY), u64(SCRATCH_TASKS), u64(SCRATCH_STATUS)
     ARENA, RUN_MASK, RUN_LIMIT = u64(SCRATCH_ARENA), u64(MAX_RUN - 1), u64(MAX_RUN)
     GROUP_LENGTH, GROUP_MASK, SLOT = u64(GROUP), u64(GROUP - 1), u64(2 * GROUP - 1)
-    LINK, AFTER_0, AFTER_1 = u64(Flag.LINK), u64(Flag.AFTER_0), u64(Flag.AFTER_1)
+    LINK, MERGE = u64(Flag.LINK), u64(Flag.MERGE)
+    AFTER_0, AFTER_1 = u64(Flag.AFTER_0), u64(Flag.AFTER_1)
     AFTER_ANY = u64(Flag.AFTER_0 | Flag.AFTER_1)
     AFTER_AT = u64(offset("after"))
     assert (offset("op_id"), offset("flags"), offset("run"), offset("tiles")) == (0, 4, 8, 12)
@@ -113,46 +114,55 @@ def make_worker(m: Primitives) -> Body:
                 copy_wait()
                 barrier()
 
-            while True:  # the tasks of a run; one turn where the task stands alone
-                task = scratch + TASKS + (position & SLOT) * TASK_SIZE
-                head, shape = load_task_pair(task)
-                op_id = head & LOW_HALF
-                flags = head >> HALF
-                tiles = shape >> HALF
-                if flags & AFTER_ANY != ZERO:
+            # Once, and once more where a task wants its tiles joined: a second call of dispatch would be a
+            # second copy of every operator, inlined.
+            while True:
+                while True:  # the tasks of a run; one turn where the task stands alone
+                    task = scratch + TASKS + (position & SLOT) * TASK_SIZE
+                    head, shape = load_task_pair(task)
+                    op_id = head & LOW_HALF
+                    flags = head >> HALF
+                    tiles = shape >> HALF
+                    if flags & AFTER_ANY != ZERO:
+                        if thread == ZERO:
+                            store_relaxed_gpu(mine + EIGHT, position)
+                            store_relaxed_gpu(mine, (op_id << TO_STATE) | WAITING)
+                            if flags & AFTER_0 != ZERO:
+                                await_position(context, mask, load_u64(task + AFTER_AT))
+                            if flags & AFTER_1 != ZERO:
+                                await_position(context, mask, load_u64(task + AFTER_AT + EIGHT))
+                        barrier()
                     if thread == ZERO:
                         store_relaxed_gpu(mine + EIGHT, position)
-                        store_relaxed_gpu(mine, (op_id << TO_STATE) | WAITING)
-                        if flags & AFTER_0 != ZERO:
-                            await_position(context, mask, load_u64(task + AFTER_AT))
-                        if flags & AFTER_1 != ZERO:
-                            await_position(context, mask, load_u64(task + AFTER_AT + EIGHT))
-                    barrier()
-                if thread == ZERO:
-                    store_relaxed_gpu(mine + EIGHT, position)
-                    store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
-                if tiles > mask + ONE:
-                    status = BAD_DESCRIPTOR
-                else:
-                    status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
-                if status != ZERO:
-                    shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
-                if flags & LINK == ZERO:
+                        store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
+                    if tiles > mask + ONE:
+                        status = BAD_DESCRIPTOR
+                    else:
+                        status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
+                    if status != ZERO:
+                        shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
+                    if flags & LINK == ZERO:
+                        break
+                    position += ONE
+                    if position & GROUP_MASK == ZERO:
+                        # The group that begins here flew while the last one ran; the one after it flies now.
+                        copy_wait()
+                        barrier()
+                        stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
+                    else:
+                        barrier()
+                barrier()  # outputs and statuses are the whole block's
+                if tiles <= ONE or tiles > mask + ONE:
+                    publish(context, scratch, mask, first, position)
                     break
-                position += ONE
-                if position & GROUP_MASK == ZERO:
-                    # The group that begins here flew while the last one ran; the one after it flies now.
-                    copy_wait()
-                    barrier()
-                    stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
-                else:
-                    barrier()
-            barrier()  # outputs and statuses are the whole block's
-
-            if tiles > ONE and tiles <= mask + ONE:
-                finish_tile(context, scratch, mask, position, task, op_id, flags, tiles)
-            else:
-                publish(context, scratch, mask, first, position)
+                if tile != tiles:
+                    if count_tile(context, scratch, mask, position, tiles) == ZERO:
+                        break
+                    if flags & MERGE != ZERO:
+                        tile = tiles
+                        continue
+                finish_tiles(context, scratch, mask, position)
+                break
             if thread == ZERO:
                 store_relaxed_gpu(mine, IDLE)
 
@@ -280,53 +290,47 @@ def _make_publish(m: Primitives) -> Body:
     return m.device(publish)
 
 
-def _make_finish_tile(m: Primitives) -> Body:
-    """`finish_tile(...)`: count this tile; whoever finishes the last one joins the results and publishes."""
+def _make_count_tile(m: Primitives) -> Body:
+    """`count_tile(context, scratch, mask, position, tiles)` -> 1 in the block that finished the last tile."""
     u64, barrier, thread_index = m.u64, m.barrier, m.thread_index
-    load_u64, store_u64 = m.load_u64, m.store_u64
-    load_u32, store_u32, shared_max_u32 = m.load_u32, m.store_u32, m.shared_max_u32
-    atomic_add_gpu, atomic_max_gpu, load_relaxed_gpu, store_relaxed_gpu = (
-        m.atomic_add_gpu,
-        m.atomic_max_gpu,
-        m.load_relaxed_gpu,
-        m.store_relaxed_gpu,
-    )
-    dispatch, publish = m.dispatch, _make_publish(m)
+    load_u64, store_u64, load_u32, store_u32 = m.load_u64, m.store_u64, m.load_u32, m.store_u32
+    atomic_add_gpu, atomic_max_gpu = m.atomic_add_gpu, m.atomic_max_gpu
     TILE_COUNTS, TILE_STATUS = u64(field(CONTEXT, "tile_counts")), u64(field(CONTEXT, "tile_status"))
     ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
-    MERGE, STATUSES, ARENA = u64(SCRATCH_MERGE), u64(SCRATCH_STATUS), u64(SCRATCH_ARENA)
-    MERGE_FLAG = u64(Flag.MERGE)
+    LAST, STATUSES = u64(SCRATCH_MERGE), u64(SCRATCH_STATUS)
 
-    def finish_tile(
-        context: Any,
-        scratch: Any,
-        mask: Any,
-        position: Any,
-        task: Any,
-        op_id: Any,
-        flags: Any,
-        tiles: Any,
-    ) -> None:
-        count = load_u64(context + TILE_COUNTS) + (position & mask) * EIGHT
-        worst = load_u64(context + TILE_STATUS) + (position & mask) * EIGHT
+    def count_tile(context: Any, scratch: Any, mask: Any, position: Any, tiles: Any) -> Any:
         if thread_index() == ZERO:
             status = load_u32(scratch + STATUSES)
             if status != ZERO:
-                atomic_max_gpu(worst, status)
+                atomic_max_gpu(load_u64(context + TILE_STATUS) + (position & mask) * EIGHT, status)
                 store_u32(scratch + STATUSES, ZERO)
+            count = load_u64(context + TILE_COUNTS) + (position & mask) * EIGHT
             # Acquire and release: the last tile sees the results and statuses of all others.
-            store_u64(scratch + MERGE, u64(atomic_add_gpu(count, ONE) == tiles - ONE))
+            before = atomic_add_gpu(count, ONE)
+            store_u64(scratch + LAST, u64(before == tiles - ONE))
         barrier()
-        if load_u64(scratch + MERGE) != ZERO:
-            if flags & MERGE_FLAG != ZERO:
-                status = u64(dispatch(context, op_id, task, tiles, scratch + ARENA))
-                if status != ZERO:
-                    shared_max_u32(scratch + STATUSES, status)
-                barrier()
-            if thread_index() == ZERO:
-                shared_max_u32(scratch + STATUSES, load_relaxed_gpu(worst))
-                store_relaxed_gpu(count, ZERO)
-                store_relaxed_gpu(worst, ZERO)
-                publish(context, scratch, mask, position, position)
+        return load_u64(scratch + LAST)
 
-    return m.device(finish_tile)
+    return m.device(count_tile)
+
+
+def _make_finish_tiles(m: Primitives) -> Body:
+    """`finish_tiles(context, scratch, mask, position)`: all tiles have ended: publish their worst status."""
+    u64, thread_index = m.u64, m.thread_index
+    load_u64, shared_max_u32 = m.load_u64, m.shared_max_u32
+    load_relaxed_gpu, store_relaxed_gpu = m.load_relaxed_gpu, m.store_relaxed_gpu
+    publish = _make_publish(m)
+    TILE_COUNTS, TILE_STATUS = u64(field(CONTEXT, "tile_counts")), u64(field(CONTEXT, "tile_status"))
+    ZERO, EIGHT, STATUSES = u64(0), u64(8), u64(SCRATCH_STATUS)
+
+    def finish_tiles(context: Any, scratch: Any, mask: Any, position: Any) -> None:
+        if thread_index() == ZERO:
+            worst = load_u64(context + TILE_STATUS) + (position & mask) * EIGHT
+            status = load_relaxed_gpu(worst)
+            shared_max_u32(scratch + STATUSES, status)
+            store_relaxed_gpu(load_u64(context + TILE_COUNTS) + (position & mask) * EIGHT, ZERO)
+            store_relaxed_gpu(worst, ZERO)
+            publish(context, scratch, mask, position, position)
+
+    return m.device(finish_tiles)

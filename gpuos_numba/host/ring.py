@@ -14,7 +14,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from ..descriptor import STATUS_BITS, TASK_BYTES, DType, Flag, Status, offset
+from ..descriptor import IMMEDIATE, STATUS_BITS, TASK_BYTES, DType, Flag, Status, offset
 from ..machines.base import Body, HostPrimitives
 from ..protocol import (
     FAILURE,
@@ -416,8 +416,8 @@ def make_submit(m: HostPrimitives) -> Body:
     return m.device(submit)
 
 
-PLAIN_DTYPES = int(DType.F32) * 0x010011
-"""`TASK["dtypes"]` of two f32 inputs and one f32 output."""
+PLAIN_DTYPES = int(DType.F32) * 0x010011 | IMMEDIATE * 0x101100
+"""`TASK["dtypes"]` of two f32 inputs and one f32 output; absent operands are numbers."""
 
 
 @cache

@@ -42,8 +42,8 @@ class Primitives(Protocol):
     def device(self, body: Body, /) -> Body:
         """Decorator for helpers that bodies call; inlined on CUDA."""
 
-    def external(self, symbol: str, make: Callable[[Any], Body], /) -> Body:
-        """A helper of three u64 that returns u64, compiled once and called: for code too long to inline."""
+    def external(self, symbol: str, make: Callable[[Any], Body], arity: int = 3, /) -> Body:
+        """A helper of `arity` u64 that returns u64, compiled once and called: for code too long to inline."""
 
     out_of_line: Primitive  # () said in a body: calls of it stay calls
 

@@ -164,7 +164,7 @@ def out_of_line():
     pass
 
 
-def external(symbol: str, make: Any) -> Any:
+def external(symbol: str, make: Any, arity: int = 3) -> Any:
     """A helper too long to inline into every operator."""
     return device(make(sys.modules[__name__]))
 

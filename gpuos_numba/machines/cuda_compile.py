@@ -23,7 +23,7 @@ from numba.cuda import types
 from ..device import switch
 from ..device.elements import make_element_address
 from ..device.operators import KERNELS
-from ..device.operators.elementwise import LONG
+from ..device.operators.elementwise import CALLED
 from ..device.operators.table import Kernel
 from ..device.pump import make_pump
 from ..device.worker import make_worker
@@ -37,8 +37,11 @@ m: Any = cuda_memory
 KERNEL, PUMP, WORKER = "gpuos_executor", "gpuos_pump", "gpuos_worker"
 PUMP_SIGNATURE = types.int32(*[types.uint64] * 3)
 WORKER_SIGNATURE = types.int32(*[types.uint64] * 4)
-EXTERNALS = {"gpuos_element_address": make_element_address, **LONG}
-"""Helpers that are called, never inlined."""
+EXTERNALS: dict[str, tuple[Callable[..., Any], int]] = {
+    "gpuos_element_address": (make_element_address, 3),
+    **{symbol: (make, 6) for symbol, make in CALLED.items()},
+}
+"""Helpers that are called, never inlined: factory and how many u64 they take."""
 OLDEST = (8, 0)
 """sm_80: cp.async, and nanosleep and scoped memory operations before it."""
 
@@ -176,8 +179,8 @@ def compile_parts(threads: int, output: str) -> dict[str, Any]:
         WORKER: compile_worker(OLDEST, output),
         m.DISPATCH_SYMBOL: compile_switch(tuple(KERNELS.values()), OLDEST, output),
         **{
-            symbol: _compile(make(m), m.EXTERNAL_SIGNATURE, symbol, OLDEST, output)
-            for symbol, make in EXTERNALS.items()
+            symbol: _compile(make(m), m.external_signature(arity), symbol, OLDEST, output)
+            for symbol, (make, arity) in EXTERNALS.items()
         },
         **{symbol: compile_kernel(kernel, OLDEST, output) for symbol, kernel in kernels.items()},
     }

@@ -29,12 +29,14 @@ def device(body: Any) -> Any:
     return cuda.jit(device=True, forceinline=True)(body)
 
 
-EXTERNAL_SIGNATURE = types.uint64(*[types.uint64] * 3)
+def external_signature(arity: int) -> Any:
+    """That of a helper that is linked."""
+    return types.uint64(*[types.uint64] * arity)
 
 
-def external(symbol: str, make: Any) -> Any:
+def external(symbol: str, make: Any, arity: int = 3) -> Any:
     """A helper too long to inline: compiled alone and linked, see cuda_compile.EXTERNALS."""
-    return cuda.declare_device(symbol, EXTERNAL_SIGNATURE, abi="c")
+    return cuda.declare_device(symbol, external_signature(arity), abi="c")
 
 
 @intrinsic

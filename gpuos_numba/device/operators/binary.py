@@ -344,12 +344,10 @@ def _truth(name: str, formula: str, truth: Any, make: Any) -> Function:
 _ALPHA: Final = (Parameter("alpha", "number", 1),)
 
 FUNCTIONS: Final = (
-    Function("add", 2, "a + alpha b", truth_add, make_add, make_add, parameters=_ALPHA, plain=True),
-    Function(
-        "sub", 2, "a - alpha b", truth_sub, make_sub, make_sub, parameters=_ALPHA, plain=True, bools=False
-    ),
-    Function("mul", 2, "a * b", np.multiply, make_mul, make_mul, plain=True),
-    Function("div", 2, "a / b, of integers too", np.divide, make_div, result="float", plain=True),
+    Function("add", 2, "a + alpha b", truth_add, make_add, make_add, parameters=_ALPHA),
+    Function("sub", 2, "a - alpha b", truth_sub, make_sub, make_sub, parameters=_ALPHA, bools=False),
+    Function("mul", 2, "a * b", np.multiply, make_mul, make_mul),
+    Function("div", 2, "a / b, of integers too", np.divide, make_div, result="float"),
     Function(
         "floor_divide",
         2,
@@ -358,7 +356,6 @@ FUNCTIONS: Final = (
         make_floor_divide,
         make_floor_divide_i64,
         bools=False,
-        called=True,
         divides=True,
         source="torch.floor_divide, CPython's float_divmod.",
     ),
@@ -370,7 +367,6 @@ FUNCTIONS: Final = (
         make_remainder,
         make_remainder_i64,
         bools=False,
-        called=True,
         divides=True,
         source="torch.remainder.",
     ),
@@ -382,12 +378,11 @@ FUNCTIONS: Final = (
         make_pow,
         make_pow_i64,
         bools=False,
-        called=True,
         tolerance=Tolerance(f32=16 * 2.0**-24, atol=TINY),
         source="torch.pow.",
     ),
-    Function("maximum", 2, "larger of a, b; NaN wins", np.maximum, make_maximum, make_maximum, plain=True),
-    Function("minimum", 2, "smaller of a, b; NaN wins", np.minimum, make_minimum, make_minimum, plain=True),
+    Function("maximum", 2, "larger of a, b; NaN wins", np.maximum, make_maximum, make_maximum),
+    Function("minimum", 2, "smaller of a, b; NaN wins", np.minimum, make_minimum, make_minimum),
     Function("fmax", 2, "larger of a, b; NaN loses", np.fmax, make_fmax, make_maximum),
     Function("fmin", 2, "smaller of a, b; NaN loses", np.fmin, make_fmin, make_minimum),
     _truth("eq", "a == b", np.equal, _make_eq),

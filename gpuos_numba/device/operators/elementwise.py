@@ -96,9 +96,15 @@ _ALL: Final = (
     _FILL,
     _CLAMP,
 )
-_PLAIN: Final = sorted((f for f in _ALL if f.plain), key=lambda f: f.arity)
-_F32: Final = sorted((f for f in _ALL if f.f32), key=lambda f: f.called)
-_I64: Final = sorted((f for f in _ALL if f.i64), key=lambda f: f.called)
+# What models call all the time. Contiguous f32 operands of the first have a kernel of their own; on the CUDA
+# machine the second are inlined eight times into the shared bodies, and everything else is called.
+_HOT: Final = ("copy", "relu", "sigmoid", "silu", "add", "sub", "mul", "div")
+_INLINE: Final = frozenset(
+    (*_HOT, "neg", "square", "sqrt", "exp", "tanh", "gelu", "gelu.tanh", "maximum", "minimum", "where", "fma")
+)
+_PLAIN: Final = sorted((f for f in _ALL if f.name in _HOT), key=lambda f: f.arity)
+_F32: Final = sorted((f for f in _ALL if f.f32), key=lambda f: f.name not in _INLINE)
+_I64: Final = sorted((f for f in _ALL if f.i64), key=lambda f: f.name not in _INLINE)
 
 PLAIN_IDS: Final = ELEMENTWISE_IDS
 F32_IDS: Final = ELEMENTWISE_IDS + 31
@@ -108,58 +114,55 @@ assert len(_PLAIN) <= F32_IDS - PLAIN_IDS and len(_F32) <= I64_IDS - F32_IDS
 assert len(_I64) <= TRUNCATE_ID - I64_IDS
 
 _plain_entries: Final = [Entry(PLAIN_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
-_f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.called) for i, f in enumerate(_F32) if f.f32]
-_i64_entries: Final = [Entry(I64_IDS + i, f.i64, f.called, f.divides) for i, f in enumerate(_I64) if f.i64]
+_f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.name in _INLINE) for i, f in enumerate(_F32) if f.f32]
+_i64_entries: Final = [
+    Entry(I64_IDS + i, f.i64, f.name in _INLINE, f.divides) for i, f in enumerate(_I64) if f.i64
+]
 _FIRST_BINARY: Final = PLAIN_IDS + sum(f.arity < 2 for f in _PLAIN)
 
 
-def make_long_f32(m: Primitives) -> Body:
-    """The long functions behind one call: `(op, x | y << 32, p | q << 32) -> bits of the result`."""
-    f32, bits_f32, f32_bits, out_of_line = m.f32, m.bits_f32, m.f32_bits, m.out_of_line
-    pick = bodies.make_called(m, [entry for entry in _f32_entries if entry.called])
-    HALF, NOTHING = m.u64(32), f32(0)
+def make_any_f32(m: Primitives) -> Body:
+    """Every f32 function behind one call: `(op, x, y, z, p, q) -> result`, all as bits."""
+    bits_f32, f32_bits, out_of_line = m.bits_f32, m.f32_bits, m.out_of_line
+    pick = bodies.make_any(m, _f32_entries)
 
-    def long_f32(op: Any, operands: Any, scalars: Any) -> Any:
+    def any_f32(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         out_of_line()
-        x = bits_f32(operands)
-        y = bits_f32(operands >> HALF)
-        return f32_bits(pick(op, x, y, NOTHING, bits_f32(scalars), bits_f32(scalars >> HALF)))
+        return f32_bits(pick(op, bits_f32(x), bits_f32(y), bits_f32(z), bits_f32(p), bits_f32(q)))
 
-    return long_f32
+    return any_f32
 
 
-def make_long_i64(m: Primitives) -> Body:
-    """The same for integers, without scalars: `(op, x, y) -> result`."""
+def make_any_i64(m: Primitives) -> Body:
+    """The same of i64."""
     u64, out_of_line = m.u64, m.out_of_line
-    pick = bodies.make_called(m, [entry for entry in _i64_entries if entry.called])
-    NOTHING = np.int64(0)
+    pick = bodies.make_any(m, _i64_entries)
 
-    def long_i64(op: Any, x: Any, y: Any) -> Any:
+    def any_i64(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         out_of_line()
-        return u64(pick(op, np.int64(x), np.int64(y), NOTHING, NOTHING, NOTHING))
+        return u64(pick(op, np.int64(x), np.int64(y), np.int64(z), np.int64(p), np.int64(q)))
 
-    return long_i64
+    return any_i64
 
 
-LONG: Final = {"gpuos_long_f32": make_long_f32, "gpuos_long_i64": make_long_i64}
-"""Functions that the CUDA machine links once and calls."""
+CALLED: Final = {"gpuos_any_f32": make_any_f32, "gpuos_any_i64": make_any_i64}
+"""What the CUDA machine links once and calls: helpers of six u64."""
 
 
 def _make_shared_f32(m: Primitives) -> Body:
-    long_f32, bits_f32, f32_bits, HALF = m.external(*_LONG_F32), m.bits_f32, m.f32_bits, m.u64(32)
+    any_f32, bits_f32, f32_bits = m.external("gpuos_any_f32", make_any_f32, 6), m.bits_f32, m.f32_bits
 
     def call(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
-        operands = f32_bits(x) | (f32_bits(y) << HALF)
-        return bits_f32(long_f32(op, operands, f32_bits(p) | (f32_bits(q) << HALF)))
+        return bits_f32(any_f32(op, f32_bits(x), f32_bits(y), f32_bits(z), f32_bits(p), f32_bits(q)))
 
     return bodies.make_typed_shared(m, bodies.compute_f32(m), _f32_entries, m.device(call))
 
 
 def _make_shared_i64(m: Primitives) -> Body:
-    long_i64, u64 = m.external(*_LONG_I64), m.u64
+    any_i64, u64 = m.external("gpuos_any_i64", make_any_i64, 6), m.u64
 
     def call(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
-        return np.int64(long_i64(op, u64(x), u64(y)))
+        return np.int64(any_i64(op, u64(x), u64(y), u64(z), u64(p), u64(q)))
 
     return bodies.make_typed_shared(m, bodies.compute_i64(m), _i64_entries, m.device(call))
 
@@ -168,13 +171,13 @@ def _make_shared_plain(m: Primitives) -> Body:
     return bodies.make_plain_shared(m, _plain_entries, _FIRST_BINARY)
 
 
-_LONG_F32, _LONG_I64 = LONG.items()
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
 _SHARED_F32: Final = Shared("gpuos_typed_f32", _make_shared_f32)
 _SHARED_I64: Final = Shared("gpuos_typed_i64", _make_shared_i64)
 
 
 def _make_plain_kernel(function: Function, op_id: int) -> Kernel:
+    assert function.f32 is not None
     make = partial(bodies.make_plain, arity=function.arity, make=function.f32)
     return Kernel(op_id, function.name, make, _SHARED_PLAIN)
 
@@ -278,9 +281,11 @@ def _operator(function: Function, variant: Any = None) -> Operator:
         _check_dtypes(name, inputs)
         if takes_condition and inputs[0].dtype is not DType.BOOL:
             raise refuse_dtype(name, "inputs[0]", inputs[0].dtype, (DType.BOOL,))
-        dtype = promote(inputs[1:] if takes_condition else inputs)
-        if category(dtype) == 0 and not function.bools or category(dtype) == 1 and not function.integers:
-            wanted = [d for d in DTYPES if category(d) == 2 or category(d) == 1 and function.integers]
+        # Where the result has another dtype anyway, uint8 and int8 may be computed as int64.
+        unnamed = None if function.result == "same" else DType.I64
+        dtype = promote(inputs[1:] if takes_condition else inputs, unnamed)
+        if (category(dtype) == 0 and not function.bools) or (category(dtype) == 1 and not function.integers):
+            wanted = [d for d in DTYPES if category(d) == 2 or (category(d) == 1 and function.integers)]
             raise refuse_dtype(name, "its operand", dtype, wanted)
         return dtype
 
@@ -307,10 +312,7 @@ def _operator(function: Function, variant: Any = None) -> Operator:
     def spec(*operands: Any, **parameters: Any) -> Array:
         dtype = common([operand_of(each) for each in operands])
         given = {each.name: each.default for each in function.parameters} | parameters
-        chosen = variant(given)[0] if variant else function
-        if variant and name == "gelu":
-            given = {}
-        return chosen.truth(*_lanes(dtype, in_f32(dtype), operands), **given)
+        return function.truth(*_lanes(dtype, in_f32(dtype), operands), **given)
 
     def example(draw: Draw) -> Example:
         shape = draw.shape()
@@ -345,22 +347,18 @@ def _operator(function: Function, variant: Any = None) -> Operator:
             inputs[0] = _draw_operand(draw, shape, dtypes[0], function.values)
         return inputs, parameters
 
+    kinds = [function.bools, function.integers, True]
+    takes = tuple(each for each in DTYPES if kinds[category(each)])
     names = (name, *{"add": ("add.alpha",), "sub": ("sub.alpha",), "gelu": ("gelu.tanh",)}.get(name, ()))
     kernels = [table[each] for table in _TABLES for each in names if each in table]
+    # The first kernel needs no scalars.
+    bare = variant is not None or not function.parameters
     return Operator(
         name,
         "element-wise",
         (arity, arity),
         1,
-        tuple(
-            each
-            for each in DTYPES
-            if category(each) == 2
-            or category(each) == 1
-            and function.integers
-            or category(each) == 0
-            and function.bools
-        ),
+        takes,
         function.formula,
         infer,
         plan,
@@ -375,7 +373,7 @@ def _operator(function: Function, variant: Any = None) -> Operator:
         example=example,
         numbers=arity > 1,
         casts=True,
-        plain=function.plain,
+        plain=function.f32 is not None and arity in (1, 2) and function.result != "bool" and bare,
     )
 
 
@@ -490,13 +488,15 @@ def _plan_fill(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: in
 
 _ALPHAS: Final = {"add": binary.SCALED[0], "sub": binary.SCALED[1]}
 _GELU: Final = Function(
-    **{
-        each: getattr(unary.GELU, each)
-        for each in unary.GELU.__slots__
-        if each not in ("parameters", "formula", "source")
-    },
+    "gelu",
+    1,
+    "a Φ(a), Φ the normal distribution; or its tanh form, which differs by up to 5e-4",
+    lambda x, approximate: (unary.GELU if approximate == "none" else unary.GELU_TANH).truth(x),
+    unary.GELU.f32,
+    bools=False,
+    integers=False,
     parameters=(Parameter("approximate", ("none", "tanh"), "none"),),
-    formula="a Φ(a), Φ the normal distribution; or its tanh form, which differs by up to 5e-4",
+    tolerance=unary.GELU.tolerance,
     source="torch.nn.functional.gelu; Hendrycks and Gimpel, arXiv 1606.08415.",
 )
 

@@ -15,7 +15,7 @@ Array = Any
 """numpy.ndarray."""
 
 Truth = Callable[..., Array]
-"""`truth(*operands, **parameters)` in NumPy: f32 operands, or i64 ones, all of one shape; f64 or exact out."""
+"""`truth(*operands, **parameters)` in NumPy: f32 or i64 operands of one shape; exact or f64 out."""
 
 TINY: Final = 2.0**-147
 """Two of the smallest f32: below 2^-126 there is no relative precision."""
@@ -41,8 +41,6 @@ class Function:
         bools: whether bools alone are taken.
         integers: whether integers are taken.
         parameters: keywords; the first two that are numbers reach the function as p and q.
-        plain: contiguous f32 operands have a kernel of their own.
-        called: too long to be inlined.
         divides: an integer y of 0 is an error.
         values: which ones an example draws.
     """
@@ -58,8 +56,6 @@ class Function:
     integers: bool = True
     parameters: tuple[Parameter, ...] = ()
     tolerance: Tolerance = EXACT
-    plain: bool = False
-    called: bool = False
     divides: bool = False
     values: str = "any"
     source: str = ""

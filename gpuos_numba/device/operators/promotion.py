@@ -23,8 +23,8 @@ def category(dtype: DType) -> int:
     return 0 if dtype is DType.BOOL else 2 if dtype in FLOATS else 1
 
 
-def promote_pair(a: DType, b: DType) -> DType:
-    """The dtype that holds both. Raises DTypeError where that is int16, which gpuos has not."""
+def promote_pair(a: DType, b: DType, int16: DType | None = None) -> DType:
+    """The dtype that holds both; `int16` is given for the one that gpuos has not, or it raises DTypeError."""
     if a is b:
         return a
     if category(a) != category(b):
@@ -33,22 +33,24 @@ def promote_pair(a: DType, b: DType) -> DType:
         return DType.F32
     if _WIDTH[a] != _WIDTH[b]:
         return a if _WIDTH[a] > _WIDTH[b] else b
+    if int16 is not None:
+        return int16
     raise DTypeError(
         f"{DTYPE_NAMES[a]} and {DTYPE_NAMES[b]} together are int16, which gpuos has not: cast one of them"
     )
 
 
-def promote(operands: Sequence[Operand]) -> DType:
-    """The common dtype of a call's operands. Raises DTypeError."""
+def promote(operands: Sequence[Operand], int16: DType | None = None) -> DType:
+    """The common dtype of a call's operands. Raises DTypeError where there is none, see `promote_pair`."""
     groups: list[DType | None] = [None, None, None]  # arrays with dims, 0-d arrays, numbers
     for operand in operands:
         rank = 2 if operand.immediate else 0 if operand.shape else 1
         held = groups[rank]
-        groups[rank] = operand.dtype if held is None else promote_pair(held, operand.dtype)
+        groups[rank] = operand.dtype if held is None else promote_pair(held, operand.dtype, int16)
     result = groups[0]
     for lower in groups[1:]:
         if lower is not None and (result is None or category(lower) > category(result)):
-            result = lower if result is None else promote_pair(result, lower)
+            result = lower if result is None else promote_pair(result, lower, int16)
     assert result is not None, "a call without operands"
     return result
 

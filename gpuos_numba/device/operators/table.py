@@ -148,9 +148,9 @@ class Parameter:
 
     Attributes:
         name: as the user writes it.
-        kind: "float", "int", "bool", "number" (int or float, and stays what it is), "axes" (None, an int, or ints; arrives as None or a tuple), "dtype"
-            (a name, a NumPy dtype or a torch dtype; arrives as DType or None), or a tuple of strings, of
-            which it is one.
+        kind: "float", "int", "bool", "number" (stays the int or float that it is), "axes" (None, an int, or
+            ints; arrives as None or a tuple), "dtype" (a name, a NumPy dtype or a torch dtype; arrives as
+            DType or None), or a tuple of strings, of which it is one.
         default: taken where it is left out; REQUIRED: it may not be.
     """
 
@@ -342,8 +342,7 @@ def pack_dtypes(inputs: Sequence[Operand | None], outputs: Sequence[Operand]) ->
     """`TASK["dtypes"]`: a nibble for each of 4 inputs and 2 outputs. An absent input is the number 0."""
     word = 0
     for place, operand in enumerate([*inputs, *[None] * (MAX_INPUTS - len(inputs))]):
-        absent = operand is None or operand.immediate
-        word |= (IMMEDIATE if absent else int(operand.dtype)) << 4 * place
+        word |= (IMMEDIATE if operand is None or operand.immediate else int(operand.dtype)) << 4 * place
     for place, operand in enumerate(outputs):
         word |= int(operand.dtype) << 4 * (MAX_INPUTS + place)
     return word

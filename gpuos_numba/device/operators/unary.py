@@ -423,14 +423,13 @@ def make_isnan_i64(m: Primitives) -> Body:
 _GELU: Final = Tolerance(f32=2.0**-18, atol=1e-9)
 # exp(beta x) is off by |beta x| half ulp, of which 100 are left before it vanishes.
 _SOFTPLUS: Final = Tolerance(f32=2.0**-17, atol=TINY)
-_ACTIVATION: Final = {"bools": False, "integers": False}
 
 FUNCTIONS: Final = (
-    Function("copy", 1, "a", np.copy, make_copy, make_copy, plain=True),
-    Function("neg", 1, "-a", np.negative, make_neg, make_neg, bools=False, plain=True),
-    Function("abs", 1, "|a|", np.abs, make_abs, make_abs_i64, bools=False, plain=True),
+    Function("copy", 1, "a", np.copy, make_copy, make_copy),
+    Function("neg", 1, "-a", np.negative, make_neg, make_neg, bools=False),
+    Function("abs", 1, "|a|", np.abs, make_abs, make_abs_i64, bools=False),
     Function("sign", 1, "-1, 0 or 1; 0 of NaN", truth_sign, make_sign, make_sign_i64, source="torch.sign."),
-    Function("square", 1, "a * a", np.square, make_square, make_square, bools=False, plain=True),
+    Function("square", 1, "a * a", np.square, make_square, make_square, bools=False),
     Function("floor", 1, "largest integer <= a", np.floor, make_floor, make_copy, bools=False),
     Function("ceil", 1, "smallest integer >= a", np.ceil, make_ceil, make_copy, bools=False),
     Function("round", 1, "nearest integer, ties to even", np.rint, make_round, make_copy, bools=False),
@@ -442,7 +441,6 @@ FUNCTIONS: Final = (
         wide(np.sqrt),
         make_sqrt,
         result="float",
-        plain=True,
         tolerance=Tolerance(f32=2.0**-23),
     ),
     Function(
@@ -454,14 +452,12 @@ FUNCTIONS: Final = (
         result="float",
         tolerance=GOOD,
     ),
-    Function("exp", 1, "e^a", wide(np.exp), make_exp, result="float", tolerance=GOOD, plain=True),
-    Function("expm1", 1, "e^a - 1", wide(np.expm1), make_expm1, result="float", tolerance=GOOD, called=True),
+    Function("exp", 1, "e^a", wide(np.exp), make_exp, result="float", tolerance=GOOD),
+    Function("expm1", 1, "e^a - 1", wide(np.expm1), make_expm1, result="float", tolerance=GOOD),
     Function("log", 1, "natural logarithm of a", wide(np.log), make_log, result="float", tolerance=GOOD),
-    Function(
-        "log1p", 1, "log(1 + a)", wide(np.log1p), make_log1p, result="float", tolerance=GOOD, called=True
-    ),
-    Function("sin", 1, "sine of a", wide(np.sin), make_sin, result="float", tolerance=GOOD, called=True),
-    Function("cos", 1, "cosine of a", wide(np.cos), make_cos, result="float", tolerance=GOOD, called=True),
+    Function("log1p", 1, "log(1 + a)", wide(np.log1p), make_log1p, result="float", tolerance=GOOD),
+    Function("sin", 1, "sine of a", wide(np.sin), make_sin, result="float", tolerance=GOOD),
+    Function("cos", 1, "cosine of a", wide(np.cos), make_cos, result="float", tolerance=GOOD),
     Function(
         "tanh",
         1,
@@ -470,7 +466,6 @@ FUNCTIONS: Final = (
         make_tanh,
         result="float",
         tolerance=GOOD,
-        plain=True,
     ),
     Function(
         "erf",
@@ -480,7 +475,6 @@ FUNCTIONS: Final = (
         make_erf,
         result="float",
         tolerance=GOOD,
-        called=True,
     ),
     Function(
         "sigmoid",
@@ -490,7 +484,6 @@ FUNCTIONS: Final = (
         make_sigmoid,
         result="float",
         tolerance=GOOD,
-        plain=True,
     ),
     Function(
         "relu",
@@ -500,7 +493,6 @@ FUNCTIONS: Final = (
         make_relu,
         make_relu_i64,
         bools=False,
-        plain=True,
     ),
     Function(
         "silu",
@@ -509,9 +501,9 @@ FUNCTIONS: Final = (
         wide(lambda x: x * truth_sigmoid(x)),
         make_silu,
         tolerance=GOOD,
-        plain=True,
         source="torch.nn.functional.silu.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "softplus",
@@ -521,9 +513,9 @@ FUNCTIONS: Final = (
         make_softplus,
         parameters=(Parameter("beta", "float", 1.0), Parameter("threshold", "float", 20.0)),
         tolerance=_SOFTPLUS,
-        called=True,
         source="torch.nn.functional.softplus.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "elu",
@@ -533,9 +525,9 @@ FUNCTIONS: Final = (
         make_elu,
         parameters=(Parameter("alpha", "float", 1.0),),
         tolerance=GOOD,
-        called=True,
         source="torch.nn.functional.elu.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "leaky_relu",
@@ -545,7 +537,8 @@ FUNCTIONS: Final = (
         make_leaky_relu,
         parameters=(Parameter("negative_slope", "float", 0.01),),
         source="torch.nn.functional.leaky_relu.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "hardtanh",
@@ -555,7 +548,8 @@ FUNCTIONS: Final = (
         make_clip,
         parameters=(Parameter("min_val", "float", -1.0), Parameter("max_val", "float", 1.0)),
         source="torch.nn.functional.hardtanh.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "hardsigmoid",
@@ -565,7 +559,8 @@ FUNCTIONS: Final = (
         make_hardsigmoid,
         tolerance=GOOD,
         source="torch.nn.functional.hardsigmoid.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "hardswish",
@@ -575,7 +570,8 @@ FUNCTIONS: Final = (
         make_hardswish,
         tolerance=GOOD,
         source="torch.nn.functional.hardswish.",
-        **_ACTIVATION,
+        bools=False,
+        integers=False,
     ),
     Function(
         "logical_not", 1, "a == 0", lambda x: x == 0, make_logical_not, make_logical_not_i64, result="bool"
@@ -584,8 +580,15 @@ FUNCTIONS: Final = (
 )
 
 GELU: Final = Function(
-    "gelu", 1, "a Φ(a)", wide(truth_gelu), make_gelu, tolerance=_GELU, plain=True, **_ACTIVATION
+    "gelu", 1, "a Φ(a)", wide(truth_gelu), make_gelu, tolerance=_GELU, bools=False, integers=False
 )
 GELU_TANH: Final = Function(
-    "gelu.tanh", 1, "tanh form", wide(truth_gelu_tanh), make_gelu_tanh, tolerance=_GELU, **_ACTIVATION
+    "gelu.tanh",
+    1,
+    "tanh form",
+    wide(truth_gelu_tanh),
+    make_gelu_tanh,
+    tolerance=_GELU,
+    bools=False,
+    integers=False,
 )
