@@ -314,28 +314,32 @@ def _operator(function: Function, variant: Any = None) -> Operator:
         given = {each.name: each.default for each in function.parameters} | parameters
         return function.truth(*_lanes(dtype, in_f32(dtype), operands), **given)
 
-    def example(draw: Draw) -> Example:
+    def draw_inputs(draw: Draw) -> list[Any]:
         shape = draw.shape()
-        while True:
-            dtypes = [draw.choice(DTYPES) for _ in range(arity)]
-            if draw.integer(0, 1):
-                dtypes = dtypes[:1] * arity
-            if takes_condition:
-                dtypes[0] = DType.BOOL
-            try:
-                dtype = common([Operand(each, (1,), (), True) for each in dtypes])
-                break
-            except DTypeError:
-                continue
+        dtypes = [draw.choice(DTYPES) for _ in range(arity)]
+        if draw.integer(0, 1):
+            dtypes = dtypes[:1] * arity
+        if takes_condition:
+            dtypes[0] = DType.BOOL
         inputs: list[Any] = []
         for place, each in enumerate(dtypes):
             if place and draw.integer(0, 5) == 0:
-                inputs.append(draw.choice([2, True, -3] + [0.5, -1.25] * (dtype in FLOATS)))
+                inputs.append(draw.choice([2, True, -3, 0.5, -1.25]))
                 continue
             array = _draw_operand(draw, shape, each, function.values)
             if function.divides and place == 1 and each in INTS:
                 array = np.where(array == 0, array.dtype.type(1), array)
             inputs.append(array)
+        return inputs
+
+    def example(draw: Draw) -> Example:
+        while True:
+            inputs = draw_inputs(draw)
+            try:
+                dtype = common([operand_of(each) for each in inputs])
+                break
+            except DTypeError:
+                continue
         parameters = {}
         for parameter in function.parameters:
             if isinstance(parameter.kind, tuple):
@@ -343,8 +347,6 @@ def _operator(function: Function, variant: Any = None) -> Operator:
             elif draw.integer(0, 1):
                 whole = parameter.kind == "number" and category(dtype) < 2
                 parameters[parameter.name] = draw.choice([2, 3] if whole else [0.5, 2.0])
-        if all(isinstance(each, bool | int | float) for each in inputs):
-            inputs[0] = _draw_operand(draw, shape, dtypes[0], function.values)
         return inputs, parameters
 
     kinds = [function.bools, function.integers, True]
