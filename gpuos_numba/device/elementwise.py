@@ -1,8 +1,8 @@
 """Bodies of element-wise kernels: operands arrive as addresses in the task, results leave in its output.
 
-`plain` bodies serve contiguous f32 operands and nothing else, in as few dependent instructions as that takes.
-`typed` ones serve every dtype, layout and Python numbers: eight neighbours of an operand become eight lanes
-of one compute type, f32 or i64, whatever they are in memory; what is not contiguous goes one by one.
+`plain` bodies serve contiguous operands of one float dtype, in as few dependent instructions as that takes.
+`typed` ones serve every dtype, layout and Python numbers: eight elements of an operand become eight lanes of
+one compute type, f32 or i64, whatever they are in memory. They are neighbours where memory allows it.
 
 An operator is a function of one element, `function(x, y, z, p, q)`: up to three operands, two scalars. On the
 CPU machine each has a body of its own. On the CUDA machine the functions of a compute type share one, and are
@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ..descriptor import IMMEDIATE, LAYOUT_BYTES, DType, Flag, Status, offset
+from ..descriptor import IMMEDIATE, LAYOUT_BYTES, DType, Flag, Status, layout_offset, offset
 from ..machines.base import Body, Primitives
 from ..protocol import CONTEXT, field
 from .elements import (
     VECTOR,
-    make_element_address,
     make_itemsize,
     make_load_f32,
     make_load_f32x8,
@@ -49,128 +48,129 @@ class Entry:
     divides: bool = False  # y == 0 is an error
 
 
-# --- contiguous f32 ---
+# --- contiguous operands of one float dtype ---
 
 
-def make_plain(m: Primitives, arity: int, make: Factory) -> Body:
-    """The plain body of one function of 0, 1 or 2 operands; `p` is the first scalar."""
-    f32, device = m.f32, m.device
-    function = device(make(m))
-    NOTHING = f32(0)
-    load_f32x4, load_f32 = m.load_f32x4, m.load_f32
+@dataclass(frozen=True)
+class _Lanes:
+    """How many elements a thread moves at once, and how they come and go."""
 
-    if arity == 2:
-
-        def four(op: Any, x: Any, y: Any, p: Any) -> Any:
-            a = load_f32x4(x)
-            b = load_f32x4(y)
-            return (
-                function(a[0], b[0], NOTHING, p, NOTHING),
-                function(a[1], b[1], NOTHING, p, NOTHING),
-                function(a[2], b[2], NOTHING, p, NOTHING),
-                function(a[3], b[3], NOTHING, p, NOTHING),
-            )
-
-        def one(op: Any, x: Any, y: Any, p: Any) -> Any:
-            return function(load_f32(x), load_f32(y), NOTHING, p, NOTHING)
-    elif arity == 1:
-
-        def four(op: Any, x: Any, y: Any, p: Any) -> Any:
-            a = load_f32x4(x)
-            return (
-                function(a[0], NOTHING, NOTHING, p, NOTHING),
-                function(a[1], NOTHING, NOTHING, p, NOTHING),
-                function(a[2], NOTHING, NOTHING, p, NOTHING),
-                function(a[3], NOTHING, NOTHING, p, NOTHING),
-            )
-
-        def one(op: Any, x: Any, y: Any, p: Any) -> Any:
-            return function(load_f32(x), NOTHING, NOTHING, p, NOTHING)
-    else:
-
-        def four(op: Any, x: Any, y: Any, p: Any) -> Any:
-            result = function(NOTHING, NOTHING, NOTHING, p, NOTHING)
-            return result, result, result, result
-
-        def one(op: Any, x: Any, y: Any, p: Any) -> Any:
-            return function(NOTHING, NOTHING, NOTHING, p, NOTHING)
-
-    return _make_plain(m, device(four), device(one))
+    count: int
+    bytes: int  # of one element
+    load: Body  # (kind, address) -> lanes
+    store: Body  # (kind, address, lanes)
+    load1: Body
+    store1: Body
 
 
-def make_plain_shared(m: Primitives, entries: Sequence[Entry], first_binary: int) -> Body:
-    """The plain body of many functions; those from `first_binary` on take two operands."""
-    u64, f32, device = m.u64, m.f32, m.device
-    load_f32x4, load_f32 = m.load_f32x4, m.load_f32
-    pick4, pick1 = _make_tree(m, entries, 4, None), _make_tree(m, entries, 1, None)
-    BINARY, NOTHING = u64(first_binary), f32(0)
-    NOTHINGS = (NOTHING,) * 4
+def _lanes_f32(m: Primitives) -> _Lanes:
+    load_f32x4, store_f32x4, load_f32, store_f32 = m.load_f32x4, m.store_f32x4, m.load_f32, m.store_f32
 
-    def four(op: Any, x: Any, y: Any, p: Any) -> Any:
-        a = load_f32x4(x)
-        b = a
-        if op >= BINARY:
-            b = load_f32x4(y)
-        return pick4(op, a, b, NOTHINGS, p, NOTHING)
+    def load(kind: Any, address: Any) -> Any:
+        return load_f32x4(address)
 
-    def one(op: Any, x: Any, y: Any, p: Any) -> Any:
-        a = load_f32(x)
-        b = a
-        if op >= BINARY:
-            b = load_f32(y)
-        return pick1(op, a, b, NOTHING, p, NOTHING)
+    def store(kind: Any, address: Any, v: Any) -> None:
+        store_f32x4(address, v[0], v[1], v[2], v[3])
 
-    return _make_plain(m, device(four), device(one))
+    def load1(kind: Any, address: Any) -> Any:
+        return load_f32(address)
+
+    def store1(kind: Any, address: Any, v: Any) -> None:
+        store_f32(address, v)
+
+    return _Lanes(4, 4, m.device(load), m.device(store), m.device(load1), m.device(store1))
 
 
-def _make_plain(m: Primitives, four: Body, one: Body) -> Body:
+def _lanes_half(m: Primitives) -> _Lanes:
+    """f16 and bf16."""
+    return _Lanes(8, 2, make_load_f32x8(m), make_store_f32x8(m), make_load_f32(m), make_store_f32(m))
+
+
+def make_plain(m: Primitives, arity: int, make: Factory, half: bool = False) -> Body:
+    """The plain body of one function of one or two operands."""
+    lanes = _lanes_half(m) if half else _lanes_f32(m)
+    function = _make_leaf(m, make)
+    first_binary = 0 if arity == 2 else 1 << 32
+    return _make_plain(m, lanes, _make_lanes(m, function, lanes.count), function, first_binary)
+
+
+def make_plain_shared(m: Primitives, entries: Sequence[Entry], first_binary: int, half: bool = False) -> Body:
+    """The plain body of many functions; those from op_id `first_binary` on take two operands."""
+    lanes = _lanes_half(m) if half else _lanes_f32(m)
+    pick = _make_tree(m, entries, lanes.count, None)
+    return _make_plain(m, lanes, pick, _make_tree(m, entries, 1, None), first_binary)
+
+
+def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_binary: int) -> Body:
     u64 = m.u64
     thread_index, block_width = m.thread_index, m.block_width
-    store_f32, store_f32x4, bits_f32 = m.store_f32, m.store_f32x4, m.bits_f32
-    load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
+    load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
+    load, store, load1, store1 = lanes.load, lanes.store, lanes.load1, lanes.store1
     tile_range = make_tile_range(m)
 
     INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
-    TILES, SCALARS = u64(offset("tiles")), u64(offset("scalars"))
-    ZERO, TWO, FOUR, EIGHT, FIFTEEN = (u64(n) for n in (0, 2, 4, 8, 15))
-    OK = np.int32(0)
+    DTYPES, LOW_HALF, HALF = u64(offset("dtypes")), u64(0xFFFFFFFF), u64(32)
+    assert offset("op_id") == 0 and offset("tiles") == 12
+    ZERO, ONE, FIFTEEN, SIXTEEN = u64(0), u64(1), u64(15), u64(16)
+    LANES, REST, SIZE = u64(lanes.count), u64(lanes.count - 1), u64(lanes.bytes)
+    TO_VECTOR, BINARY = u64(lanes.count.bit_length() - 1), u64(first_binary)
+    NOTHING = m.f32(0)
+    NOTHINGS = (NOTHING,) * lanes.count
+    OK = np.int32(Status.OK)
+
+    def vector(op: Any, kind: Any, x: Any, y: Any) -> Any:
+        a = load(kind, x)
+        b = a
+        if op >= BINARY:
+            b = load(kind, y)
+        return pick(op, a, b, NOTHINGS, NOTHING, NOTHING)
+
+    def single(op: Any, kind: Any, x: Any, y: Any) -> Any:
+        a = load1(kind, x)
+        b = a
+        if op >= BINARY:
+            b = load1(kind, y)
+        return pick1(op, a, b, NOTHING, NOTHING, NOTHING)
+
+    vector, single = m.device(vector), m.device(single)
 
     def plain(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        op = load_task_u32(task)
-        x = load_task_u64(task + INPUTS)
-        y = load_task_u64(task + INPUTS + EIGHT)
+        head, shape = load_task_pair(task)
+        x, y = load_task_pair(task + INPUTS)
         out = load_task_u64(task + OUTPUT)
-        p = bits_f32(load_task_u32(task + SCALARS))
-        begin, end = tile_range(load_task_u64(task + COUNT), load_task_u32(task + TILES), tile)
+        count = load_task_u64(task + COUNT)
+        kind = load_task_u32(task + DTYPES) & FIFTEEN
+        op = head & LOW_HALF
+        tiles = shape >> HALF
+        thread = thread_index()
         width = block_width()
-        done = begin  # elements before it belong to the 16-byte path
-        if (x | y | out) & FIFTEEN == ZERO:
-            done = begin + (((end - begin) >> TWO) << TWO)
-            vector = begin + thread_index() * FOUR
-            step = width * FOUR
-            while vector + step + step + step < done:
-                i = vector * FOUR
-                j = (vector + step) * FOUR
-                k = (vector + step + step) * FOUR
-                l = (vector + step + step + step) * FOUR
-                a = four(op, x + i, y + i, p)
-                b = four(op, x + j, y + j, p)
-                c = four(op, x + k, y + k, p)
-                d = four(op, x + l, y + l, p)
-                store_f32x4(out + i, a[0], a[1], a[2], a[3])
-                store_f32x4(out + j, b[0], b[1], b[2], b[3])
-                store_f32x4(out + k, c[0], c[1], c[2], c[3])
-                store_f32x4(out + l, d[0], d[1], d[2], d[3])
-                vector += step * FOUR
-            while vector < done:
-                i = vector * FOUR
-                a = four(op, x + i, y + i, p)
-                store_f32x4(out + i, a[0], a[1], a[2], a[3])
-                vector += step
-        index = done + thread_index()
-        while index < end:
-            i = index * FOUR
-            store_f32(out + i, one(op, x + i, y + i, p))
+        aligned = (x | y | out) & FIFTEEN == ZERO
+        if aligned and tiles <= ONE and count <= width * LANES:
+            # At most one vector a thread, the common case: straight ahead.
+            if thread < count >> TO_VECTOR:
+                i = thread * SIXTEEN
+                store(kind, out + i, vector(op, kind, x + i, y + i))
+            index = count - (count & REST) + thread
+        else:
+            begin, end = tile_range(count, tiles, tile)
+            count = end
+            index = begin + thread
+            if aligned:
+                i = (begin + thread * LANES) * SIZE
+                last = (end - ((end - begin) & REST)) * SIZE
+                step = width * SIXTEEN
+                while i + step < last:
+                    a = vector(op, kind, x + i, y + i)
+                    b = vector(op, kind, x + i + step, y + i + step)
+                    store(kind, out + i, a)
+                    store(kind, out + i + step, b)
+                    i += step + step
+                if i < last:
+                    store(kind, out + i, vector(op, kind, x + i, y + i))
+                index = end - ((end - begin) & REST) + thread
+        while index < count:
+            i = index * SIZE
+            store1(kind, out + i, single(op, kind, x + i, y + i))
             index += width
         return OK
 
@@ -290,7 +290,7 @@ def compute_truncated(m: Primitives) -> Compute:
 def make_typed(m: Primitives, compute: Compute, entry: Entry) -> Body:
     """The typed body of one function."""
     function = _make_leaf(m, entry.make)
-    return _make_typed(m, compute, _make_lanes(m, function, VECTOR), function, entry.divides, entry.op_id)
+    return _make_typed(m, compute, _make_lanes(m, function, VECTOR), entry.divides, entry.op_id)
 
 
 def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry], call: Body) -> Body:
@@ -304,7 +304,6 @@ def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry],
         m,
         compute,
         _make_tree(m, entries, VECTOR, call),
-        call,
         bool(dividing),
         dividing[0] if dividing else 0,
         dividing[-1] if dividing else 0,
@@ -316,32 +315,105 @@ def make_any(m: Primitives, entries: Sequence[Entry]) -> Body:
     return _make_tree(m, entries, 1, None)
 
 
+def _make_offsets(m: Primitives) -> Body:
+    """`offsets(layouts, index)`: where element `index` lies in x, y, z and the output, in elements.
+
+    The four layouts lie one behind the other in scratch and walk one shape.
+    """
+    u64, load_task_u64, load_task_u32, divide = m.u64, m.load_task_u64, m.load_task_u32, m.divide
+    NDIM, SHAPE = u64(layout_offset("ndim")), u64(layout_offset("shape"))
+    STRIDES, ZERO, ONE, EIGHT = u64(layout_offset("strides")), u64(0), u64(1), u64(8)
+    Y, Z, OUT = u64(LAYOUT_BYTES), u64(2 * LAYOUT_BYTES), u64(3 * LAYOUT_BYTES)
+
+    def offsets(layouts: Any, index: Any) -> Any:
+        dim = load_task_u32(layouts + OUT + NDIM)
+        in_x = ZERO
+        in_y = ZERO
+        in_z = ZERO
+        in_out = ZERO
+        while dim > ZERO:
+            dim -= ONE
+            at = layouts + dim * EIGHT
+            extent = load_task_u64(at + OUT + SHAPE)
+            rest = divide(index, extent)
+            digit = index - rest * extent
+            in_x += digit * load_task_u64(at + STRIDES)
+            in_y += digit * load_task_u64(at + Y + STRIDES)
+            in_z += digit * load_task_u64(at + Z + STRIDES)
+            in_out += digit * load_task_u64(at + OUT + STRIDES)
+            index = rest
+        return in_x, in_y, in_z, in_out
+
+    return m.device(offsets)
+
+
 def _make_typed(
     m: Primitives,
     compute: Compute,
     pick8: Body,
-    pick1: Body,
     divides: bool,
     first_dividing: int,
     last_dividing: int | None = None,
 ) -> Body:
     u64 = m.u64
-    thread_index, block_width = m.thread_index, m.block_width
+    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
     load_u64, load_task_u64, load_task_u32 = m.load_u64, m.load_task_u64, m.load_task_u32
-    tile_range, itemsize = make_tile_range(m), make_itemsize(m)
-    element_address = m.external("gpuos_element_address", make_element_address)
+    store_u64 = m.store_u64
+    tile_range, itemsize, offsets = make_tile_range(m), make_itemsize(m), _make_offsets(m)
     load, load8, store, store8 = compute.load, compute.load8, compute.store, compute.store8
     scalar, NOTHING = compute.scalar, compute.zero
 
     INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
     TILES, DTYPES, LAYOUTS_AT = u64(offset("tiles")), u64(offset("dtypes")), u64(offset("layouts"))
     LAYOUTS, LAYOUT_SIZE = u64(field(CONTEXT, "layouts")), u64(LAYOUT_BYTES)
+    SHAPE, STRIDES = u64(layout_offset("shape")), u64(layout_offset("strides"))
+    LAYOUT_WORDS, FOUR_LAYOUTS = u64(LAYOUT_BYTES // 8), u64(4 * LAYOUT_BYTES // 8)
+    NDIM = u64(layout_offset("ndim"))
     STRIDED, NUMBER, SLOT_MASK = u64(Flag.STRIDED), u64(IMMEDIATE), u64(0xFFFF)
-    ZERO, ONE, THREE, FOUR, EIGHT = (u64(n) for n in (0, 1, 3, 4, 8))
-    FIFTEEN, SIXTEEN, HALF = u64(15), u64(16), u64(32)
-    LOW_HALF, FIRST = u64(0xFFFFFFFF), u64(first_dividing)
+    ZERO, ONE, TWO, THREE, FOUR = (u64(n) for n in (0, 1, 2, 3, 4))
+    SEVEN, EIGHT, FIFTEEN, SIXTEEN = (u64(n) for n in (7, 8, 15, 16))
+    LOW_HALF, HALF, FIRST = u64(0xFFFFFFFF), u64(32), u64(first_dividing)
     LAST = u64(first_dividing if last_dividing is None else last_dividing)
     OK, DIVISION_BY_ZERO = np.int32(Status.OK), np.int32(Status.DIVISION_BY_ZERO)
+
+    def lane(kind: Any, base: Any, size: Any, at: Any) -> Any:
+        if kind == NUMBER:
+            return load(kind, base)
+        return load(kind, base + at * size)
+
+    lane = m.device(lane)
+
+    def four(kind: Any, base: Any, size: Any, i: Any, j: Any, k: Any, l: Any) -> Any:
+        a = lane(kind, base, size, i)
+        b = lane(kind, base, size, j)
+        c = lane(kind, base, size, k)
+        d = lane(kind, base, size, l)
+        return a, b, c, d, a, b, c, d  # the other half of the lanes idles
+
+    four = m.device(four)
+
+    def place(layouts: Any, strided: Any, index: Any, end: Any) -> Any:
+        if index >= end:
+            index = end - ONE
+        if strided:
+            return offsets(layouts, index)
+        return index, index, index, index
+
+    place = m.device(place)
+
+    def keep(kind: Any, base: Any, size: Any, at: Any, v: Any, index: Any, end: Any) -> None:
+        if index < end:
+            store(kind, base + at * size, v)
+
+    keep = m.device(keep)
+
+    def vector(kind: Any, base: Any, size: Any, at: Any, step: Any) -> Any:
+        if step == ZERO:  # one element for the whole row, or a number
+            v = load(kind, base + at * size)
+            return v, v, v, v, v, v, v, v
+        return load8(kind, base + at * size)
+
+    vector = m.device(vector)
 
     def typed(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         head = load_task_u64(task)
@@ -367,62 +439,108 @@ def _make_typed(
         width = block_width()
         strided = (head >> HALF) & STRIDED != ZERO
         broken = False
-        done = begin  # elements before it belong to the vector path
-        layout_x = ZERO
-        layout_y = ZERO
-        layout_z = ZERO
-        layout_out = ZERO
+        # Bits that must be 0 for eight neighbours to be moved at once.
+        probe = out
+        step_x = size_x
+        step_y = size_y
+        step_z = size_z
         if strided:
+            # The layouts come to the arena: every element looks at them.
             slots = load_task_u64(task + LAYOUTS_AT)
-            table = load_u64(context + LAYOUTS)
-            layout_x = table + (slots & SLOT_MASK) * LAYOUT_SIZE
-            layout_y = table + ((slots >> SIXTEEN) & SLOT_MASK) * LAYOUT_SIZE
-            layout_z = table + ((slots >> HALF) & SLOT_MASK) * LAYOUT_SIZE
-            layout_out = table + (load_task_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK) * LAYOUT_SIZE
-        else:
-            probe = out
-            if kind_x != NUMBER:
-                probe |= x
-            if kind_y != NUMBER:
-                probe |= y
-            if kind_z != NUMBER:
-                probe |= z
-            if probe & FIFTEEN == ZERO:
-                done = begin + (((end - begin) >> THREE) << THREE)
-            j = begin + thread * EIGHT
-            while j < done:
-                a = load8(kind_x, x + j * size_x)
-                b = load8(kind_y, y + j * size_y)
-                c = load8(kind_z, z + j * size_z)
-                if divides:
-                    if op >= FIRST and op <= LAST:
-                        zero = b[0] == NOTHING or b[1] == NOTHING or b[2] == NOTHING or b[3] == NOTHING
-                        zero = zero or b[4] == NOTHING or b[5] == NOTHING or b[6] == NOTHING
-                        broken = broken or zero or b[7] == NOTHING
-                store8(kind_out, out + j * size_out, pick8(op, a, b, c, p, q))
-                j += width * EIGHT
-        index = done + thread
-        while index < end:
-            at_x = x + index * size_x
-            at_y = y + index * size_y
-            at_z = z + index * size_z
-            at_out = out + index * size_out
-            if strided:
+            last = load_task_u32(task + LAYOUTS_AT + EIGHT) & SLOT_MASK
+            word = thread
+            while word < FOUR_LAYOUTS:
+                which = ZERO
+                rest = word
+                while rest >= LAYOUT_WORDS:
+                    rest -= LAYOUT_WORDS
+                    which += ONE
+                slot = last
+                if which < THREE:
+                    slot = (slots >> (which * SIXTEEN)) & SLOT_MASK
+                source = load_u64(context + LAYOUTS) + slot * LAYOUT_SIZE + rest * EIGHT
+                store_u64(arena + word * EIGHT, load_u64(source))
+                word += width
+            barrier()
+            layout_y = arena + LAYOUT_SIZE
+            layout_z = layout_y + LAYOUT_SIZE
+            layout_out = layout_z + LAYOUT_SIZE
+            dims = load_task_u32(layout_out + NDIM)
+            inner = layout_out
+            if dims > ZERO:
+                # Whole rows of neighbours: multiples of eight, each operand stands still or steps by one.
+                inner = dims - ONE
+                probe |= (load_task_u64(layout_out + SHAPE + inner * EIGHT) & SEVEN) << ONE
+                if load_task_u64(layout_out + STRIDES + inner * EIGHT) != ONE:
+                    probe |= ONE
                 if kind_x != NUMBER:
-                    at_x = element_address(layout_x, x, index)
+                    step_x = load_task_u64(arena + STRIDES + inner * EIGHT)
                 if kind_y != NUMBER:
-                    at_y = element_address(layout_y, y, index)
+                    step_y = load_task_u64(layout_y + STRIDES + inner * EIGHT)
                 if kind_z != NUMBER:
-                    at_z = element_address(layout_z, z, index)
-                at_out = element_address(layout_out, out, index)
-            d = load(kind_x, at_x)
-            e = load(kind_y, at_y)
-            f = load(kind_z, at_z)
+                    step_z = load_task_u64(layout_z + STRIDES + inner * EIGHT)
+                if step_x > ONE or step_y > ONE or step_z > ONE:
+                    probe |= ONE
+                dim = ZERO
+                while dim < inner:
+                    stride = STRIDES + dim * EIGHT
+                    probe |= load_task_u64(layout_out + stride) * size_out
+                    if step_x != ZERO:
+                        probe |= load_task_u64(arena + stride) * size_x
+                    if step_y != ZERO:
+                        probe |= load_task_u64(layout_y + stride) * size_y
+                    if step_z != ZERO:
+                        probe |= load_task_u64(layout_z + stride) * size_z
+                    dim += ONE
+        if step_x != ZERO:
+            probe |= x
+        if step_y != ZERO:
+            probe |= y
+        if step_z != ZERO:
+            probe |= z
+        done = begin  # elements before it are moved eight at a time
+        if probe & FIFTEEN == ZERO:
+            done = begin + (((end - begin) >> THREE) << THREE)
+        # A thread's elements: eight neighbours up to `done`, then four, one every width.
+        j = begin + thread * EIGHT
+        if j >= done:
+            j = done + thread
+        at = begin, begin, begin, begin
+        at_0 = at_1 = at_2 = at_3 = at
+        while j < end:
+            if j < done:
+                at = j, j, j, j
+                if strided:
+                    at = offsets(arena, j)
+                a = vector(kind_x, x, size_x, at[0], step_x)
+                b = vector(kind_y, y, size_y, at[1], step_y)
+                c = vector(kind_z, z, size_z, at[2], step_z)
+            else:
+                # Where each of four elements lies; those behind the end are the last one, and are not kept.
+                at_0 = place(arena, strided, j, end)
+                at_1 = place(arena, strided, j + width, end)
+                at_2 = place(arena, strided, j + width * TWO, end)
+                at_3 = place(arena, strided, j + width * THREE, end)
+                a = four(kind_x, x, size_x, at_0[0], at_1[0], at_2[0], at_3[0])
+                b = four(kind_y, y, size_y, at_0[1], at_1[1], at_2[1], at_3[1])
+                c = four(kind_z, z, size_z, at_0[2], at_1[2], at_2[2], at_3[2])
             if divides:
                 if op >= FIRST and op <= LAST:
-                    broken = broken or e == NOTHING
-            store(kind_out, at_out, pick1(op, d, e, f, p, q))
-            index += width
+                    zero = b[0] == NOTHING or b[1] == NOTHING or b[2] == NOTHING or b[3] == NOTHING
+                    zero = zero or b[4] == NOTHING or b[5] == NOTHING or b[6] == NOTHING
+                    broken = broken or zero or b[7] == NOTHING
+            r = pick8(op, a, b, c, p, q)
+            if j < done:
+                store8(kind_out, out + at[3] * size_out, r)
+                j += width * EIGHT
+                if j >= done:
+                    j = done + thread
+            else:
+                keep(kind_out, out, size_out, at_0[3], r[0], j, end)
+                keep(kind_out, out, size_out, at_1[3], r[1], j + width, end)
+                keep(kind_out, out, size_out, at_2[3], r[2], j + width * TWO, end)
+                keep(kind_out, out, size_out, at_3[3], r[3], j + width * THREE, end)
+                j += width * FOUR
         if broken:
             return DIVISION_BY_ZERO
         return OK

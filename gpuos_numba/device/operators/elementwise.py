@@ -96,21 +96,22 @@ _ALL: Final = (
     _FILL,
     _CLAMP,
 )
-# What models call all the time. Contiguous f32 operands of the first have a kernel of their own; on the CUDA
-# machine the second are inlined eight times into the shared bodies, and everything else is called.
-_HOT: Final = ("copy", "relu", "sigmoid", "silu", "add", "sub", "mul", "div")
-_INLINE: Final = frozenset(
-    (*_HOT, "neg", "square", "sqrt", "exp", "tanh", "gelu", "gelu.tanh", "maximum", "minimum", "where", "fma")
-)
-_PLAIN: Final = sorted((f for f in _ALL if f.name in _HOT), key=lambda f: f.arity)
+# What models call all the time: contiguous operands of one float dtype have kernels of their own. On the CUDA
+# machine the second are inlined eight times into the typed bodies, and everything else is called.
+_UNARY: Final = ("copy", "neg", "relu", "exp", "tanh", "sigmoid", "silu", "gelu")
+_BINARY: Final = ("add", "sub", "mul", "div", "maximum", "minimum")
+_INLINE: Final = frozenset((*_UNARY, *_BINARY, "square", "sqrt", "gelu.tanh", "where", "fma"))
+_PLAIN: Final = [f for name in (*_UNARY, *_BINARY) for f in _ALL if f.name == name]
 _F32: Final = sorted((f for f in _ALL if f.f32), key=lambda f: f.name not in _INLINE)
 _I64: Final = sorted((f for f in _ALL if f.i64), key=lambda f: f.name not in _INLINE)
 
 PLAIN_IDS: Final = ELEMENTWISE_IDS
+HALF_IDS: Final = ELEMENTWISE_IDS + 15
 F32_IDS: Final = ELEMENTWISE_IDS + 31
 I64_IDS: Final = ELEMENTWISE_IDS + 135
 TRUNCATE_ID: Final = ELEMENTWISE_IDS + 254
-assert len(_PLAIN) <= F32_IDS - PLAIN_IDS and len(_F32) <= I64_IDS - F32_IDS
+assert len(_PLAIN) <= HALF_IDS - PLAIN_IDS and len(_PLAIN) <= F32_IDS - HALF_IDS
+assert len(_F32) <= I64_IDS - F32_IDS
 assert len(_I64) <= TRUNCATE_ID - I64_IDS
 
 _plain_entries: Final = [Entry(PLAIN_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
@@ -118,7 +119,7 @@ _f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.name in _INLINE) for i, f in 
 _i64_entries: Final = [
     Entry(I64_IDS + i, f.i64, f.name in _INLINE, f.divides) for i, f in enumerate(_I64) if f.i64
 ]
-_FIRST_BINARY: Final = PLAIN_IDS + sum(f.arity < 2 for f in _PLAIN)
+_half_entries: Final = [Entry(HALF_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
 
 
 def make_any_f32(m: Primitives) -> Body:
@@ -168,18 +169,27 @@ def _make_shared_i64(m: Primitives) -> Body:
 
 
 def _make_shared_plain(m: Primitives) -> Body:
-    return bodies.make_plain_shared(m, _plain_entries, _FIRST_BINARY)
+    return bodies.make_plain_shared(m, _plain_entries, PLAIN_IDS + len(_UNARY))
+
+
+def _make_shared_half(m: Primitives) -> Body:
+    return bodies.make_plain_shared(m, _half_entries, HALF_IDS + len(_UNARY), half=True)
 
 
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
+_SHARED_HALF: Final = Shared("gpuos_half", _make_shared_half)
 _SHARED_F32: Final = Shared("gpuos_typed_f32", _make_shared_f32)
 _SHARED_I64: Final = Shared("gpuos_typed_i64", _make_shared_i64)
 
 
-def _make_plain_kernel(function: Function, op_id: int) -> Kernel:
-    assert function.f32 is not None
-    make = partial(bodies.make_plain, arity=function.arity, make=function.f32)
-    return Kernel(op_id, function.name, make, _SHARED_PLAIN)
+def _make_plain_kernels(half: bool, shared: Shared, first_id: int) -> dict[str, Kernel]:
+    kernels = {}
+    for i, function in enumerate(_PLAIN):
+        assert function.f32 is not None
+        make = partial(bodies.make_plain, arity=function.arity, make=function.f32, half=half)
+        name = f"{function.name}.half" if half else function.name
+        kernels[function.name] = Kernel(first_id + i, name, make, shared)
+    return kernels
 
 
 def _make_typed_kernel(entry: Entry, name: str, compute: Any, shared: Shared) -> Kernel:
@@ -189,7 +199,8 @@ def _make_typed_kernel(entry: Entry, name: str, compute: Any, shared: Shared) ->
     return Kernel(entry.op_id, name, make, shared)
 
 
-_PLAIN_KERNELS: Final = {f.name: _make_plain_kernel(f, PLAIN_IDS + i) for i, f in enumerate(_PLAIN)}
+_PLAIN_KERNELS: Final = _make_plain_kernels(False, _SHARED_PLAIN, PLAIN_IDS)
+_HALF_KERNELS: Final = _make_plain_kernels(True, _SHARED_HALF, HALF_IDS)
 _F32_KERNELS: Final = {
     f.name: _make_typed_kernel(e, f"{f.name}.f32", bodies.compute_f32, _SHARED_F32)
     for f, e in zip(_F32, _f32_entries, strict=True)
@@ -242,14 +253,13 @@ def _run(
             f"out has dtype {DTYPE_NAMES[out.dtype]}, {function.name} of floats does not write integers: "
             "pass an out of bool or a float dtype"
         )
-    plain = _PLAIN_KERNELS.get(function.name)
+    plain = (_PLAIN_KERNELS if out.dtype is DType.F32 else _HALF_KERNELS).get(function.name)
     if (
         plain
-        and in_f32
+        and out.dtype in FLOATS
         and walks is None
         and not scalars
-        and out.dtype is DType.F32
-        and all(each.dtype is DType.F32 and not each.immediate and each.shape == out.shape for each in inputs)
+        and all(each.dtype is out.dtype and not each.immediate and each.shape == out.shape for each in inputs)
     ):
         return Plan(plain.op_id, count, tiles)
     if in_f32:
@@ -379,7 +389,7 @@ def _operator(function: Function, variant: Any = None) -> Operator:
     )
 
 
-_TABLES: Final = (_PLAIN_KERNELS, _F32_KERNELS, _I64_KERNELS)
+_TABLES: Final = (_PLAIN_KERNELS, _HALF_KERNELS, _F32_KERNELS, _I64_KERNELS)
 
 
 def _scaled(scaled: Function, function: Function) -> Any:

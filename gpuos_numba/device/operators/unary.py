@@ -95,6 +95,10 @@ def make_ceil(m: Primitives) -> Body:
     return ceil
 
 
+def truth_round(x: Array) -> Array:
+    return np.rint(x) if x.dtype.kind == "f" else x
+
+
 def make_round(m: Primitives) -> Body:
     round_even = m.round_even
 
@@ -208,14 +212,14 @@ def truth_erf(x: Array) -> Array:
 
 
 def make_sigmoid(m: Primitives) -> Body:
-    exp_of, ZERO, ONE = math.exp, m.f32(0), m.f32(1)
+    exp_of, f32_bits, bits_f32 = math.exp, m.f32_bits, m.bits_f32
+    ZERO, ONE, SIGN = m.f32(0), m.f32(1), m.u64(0x80000000)
 
     def sigmoid(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         # exp of a negative number only: 1 / (1 + exp(100)) would be 0 where 3.8e-44 is right.
-        if x < ZERO:
-            e = exp_of(x)
-            return e / (ONE + e)
-        return ONE / (ONE + exp_of(-x))
+        e = exp_of(bits_f32(f32_bits(x) | SIGN))
+        share = ONE / (ONE + e)
+        return e * share if x < ZERO else share
 
     return sigmoid
 
@@ -432,7 +436,7 @@ FUNCTIONS: Final = (
     Function("square", 1, "a * a", np.square, make_square, make_square, bools=False),
     Function("floor", 1, "largest integer <= a", np.floor, make_floor, make_copy, bools=False),
     Function("ceil", 1, "smallest integer >= a", np.ceil, make_ceil, make_copy, bools=False),
-    Function("round", 1, "nearest integer, ties to even", np.rint, make_round, make_copy, bools=False),
+    Function("round", 1, "nearest integer, ties to even", truth_round, make_round, make_copy, bools=False),
     Function("reciprocal", 1, "1 / a", lambda x: 1 / x, make_reciprocal, result="float"),
     Function(
         "sqrt",
