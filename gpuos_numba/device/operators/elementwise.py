@@ -476,7 +476,7 @@ def _spec_cast(x: Array, dtype: Any) -> Array:
     if x.dtype.name not in ("float16", "bfloat16", "float32"):
         return x.astype(kind)
     limits, exact = np.iinfo(kind), np.trunc(np.nan_to_num(x.astype(np.float64), nan=0.0))
-    inside = (exact > float(limits.min)) & (exact < float(limits.max))
+    inside = (exact >= float(limits.min)) & (exact < float(limits.max))
     edge = np.where(exact < 0, limits.min, limits.max)
     return np.where(inside, np.where(inside, exact, 0).astype(np.int64), edge).astype(kind)
 
