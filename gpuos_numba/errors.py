@@ -37,6 +37,10 @@ class ExpressionError(ArgumentError):
         self.remedy = remedy
 
 
+class IntegrityError(GpuosError, PermissionError):
+    """A key file, a cache folder or an audit log is not as its owner left it, or others may change it."""
+
+
 class UnknownOperatorError(GpuosError, LookupError):
     """No operator of that name is in the table. Nothing was enqueued."""
 

@@ -305,7 +305,23 @@ def make_functions(m: Primitives) -> dict[str, Body]:
     def cube(x: Any) -> Any:
         return x * x * x
 
-    made = (exp, log, log1p, expm1, sqrt, rsqrt, sin, cos, tanh, sigmoid, erf, floor, ceil, sign, relu)
+    made: tuple[Body, ...] = (
+        exp,
+        log,
+        log1p,
+        expm1,
+        sqrt,
+        rsqrt,
+        sin,
+        cos,
+        tanh,
+        sigmoid,
+        erf,
+        floor,
+        ceil,
+        sign,
+        relu,
+    )
     made = (*made, smaller, power, square, cube)
     named = {each.__name__: m.device(each) for each in made}
     return named | {

@@ -254,7 +254,7 @@ def _bounded(text: Any, allowed: frozenset[str] | None) -> str:
             column=1,
             remedy="give a string",
         )
-    text = str.__str__(text)  # of a subclass too
+    text = "".join(text)  # of a subclass too
     if len(text) > MAX_BYTES:
         head = text[:MAX_BYTES]
         line, column = head.count("\n") + 1, MAX_BYTES - (head.rfind("\n") + 1) + 1
@@ -280,7 +280,7 @@ def _bounded(text: Any, allowed: frozenset[str] | None) -> str:
                 raise _error(text, line, column, "parentheses nested too deep", f"use at most {MAX_DEPTH}")
         elif character in ")]}":
             depth -= 1
-    return text
+    return str(text)
 
 
 def _syntax(text: str, error: BaseException, shift: int) -> ExpressionError:
