@@ -1,4 +1,4 @@
-"""`python -m gpuos_numba`: what is in the library, from the operator table."""
+"""`python -m gpuos_numba`: what is in the library, from the operator table, and what injection keeps on disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from rich.table import Table
 from .descriptor import DTYPE_NAMES
 from .device.operators import TABLE, Operator
 from .device.operators.table import REQUIRED, describe
+from .inject import commands
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.add_typer(commands.cache, name="cache")
+app.add_typer(commands.audit, name="audit")
 
 
 @app.callback()

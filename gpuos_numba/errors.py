@@ -22,6 +22,25 @@ class DeviceError(ArgumentError):
     """An array lives where this machine cannot reach it. Nothing was enqueued."""
 
 
+class ExpressionError(ArgumentError):
+    """Text given for injection is not an expression of the language. It was not evaluated.
+
+    Attributes:
+        line, column: where, both from 1.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, message: str, *, line: int, column: int, remedy: str) -> None:
+        super().__init__(message)
+        self.line = line
+        self.column = column
+        self.remedy = remedy
+
+
+class IntegrityError(GpuosError, PermissionError):
+    """A key file, a cache folder or an audit log is not as its owner left it, or others may change it."""
+
+
 class UnknownOperatorError(GpuosError, LookupError):
     """No operator of that name is in the table. Nothing was enqueued."""
 
