@@ -1,4 +1,4 @@
-"""`python -m gpuos_numba`: what is in the library, from the operator table, and what injection keeps on disk."""
+"""`python -m gpuos_numba`: what the operator table holds, and what injection keeps on disk."""
 
 from __future__ import annotations
 

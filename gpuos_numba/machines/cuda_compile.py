@@ -1,20 +1,27 @@
 """Bodies arrive, one cubin leaves: the CUDA machine's compiler. Needs no GPU and no driver.
 
 Pump, worker, switch and each operator are compiled alone and linked. Two ways:
-  "lto"    all as LTO-IR; nvJitLink inlines the switch and the operators into the worker (about 1 s)
-  "objects" all as PTX through ptxas to relocatable cubins, which can be kept and linked anew in
-            milliseconds; calls stay calls (about 100 ns a task)
+  "objects" all as PTX through ptxas to relocatable cubins, which are linked in milliseconds; calls stay
+            calls, but for the hottest body, which is inlined into the worker
+  "lto"     all as LTO-IR; nvJitLink inlines the switch and every operator into the worker (some 10 s)
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from numba import cuda
 from numba.cuda import dispatcher as numba_dispatcher
@@ -22,12 +29,14 @@ from numba.cuda import types
 
 from ..device import switch
 from ..device.elements import make_element_address
-from ..device.operators import KERNELS
+from ..device.operators import KERNELS, elementwise
 from ..device.operators.elementwise import CALLED
 from ..device.operators.table import Kernel
 from ..device.pump import make_pump
 from ..device.worker import make_worker
 from ..errors import MachineError
+from ..inject.keys import content_key, cuda_target
+from ..inject.store import Store
 from ..protocol import SCRATCH_BYTES
 from . import cuda_memory
 
@@ -135,8 +144,31 @@ def compile_pump(capability: tuple[int, int], output: str = "ptx") -> Any:
     return _compile(_returning_status(make_pump(m)), PUMP_SIGNATURE, PUMP, capability, output)
 
 
+class _HotFirst:
+    """The CUDA primitives, with the hottest body inlined where the worker dispatches.
+
+    A call costs about 100 ns a task, and to hold registers across it more.
+    """
+
+    def __init__(self) -> None:
+        first, count, make = elementwise.HOT
+        plain, call = m.device(make(m)), m.dispatch
+        FIRST, COUNT = m.u64(first), m.u64(count)
+
+        def dispatch(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
+            if op_id - FIRST < COUNT:
+                return plain(context, task, tile, arena)
+            return call(context, op_id, task, tile, arena)
+
+        self.dispatch = m.device(dispatch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(m, name)
+
+
 def compile_worker(capability: tuple[int, int], output: str = "ptx") -> Any:
-    return _compile(_returning_status(make_worker(m)), WORKER_SIGNATURE, WORKER, capability, output)
+    body = _returning_status(make_worker(cast("Any", _HotFirst())))
+    return _compile(body, WORKER_SIGNATURE, WORKER, capability, output)
 
 
 def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx") -> Any:
@@ -169,44 +201,138 @@ def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx"
     return code
 
 
+def part_symbols() -> tuple[str, ...]:
+    """All that is linked."""
+    kernels = dict.fromkeys(kernel.symbol for kernel in KERNELS.values())
+    return (KERNEL, PUMP, WORKER, m.DISPATCH_SYMBOL, *EXTERNALS, *kernels)
+
+
+def compile_part(symbol: str, threads: int, output: str) -> Any:
+    """One of them for the oldest target: ptxas and the linker take it for newer ones too."""
+    if symbol == KERNEL:
+        return compile_entry(OLDEST, threads, output)
+    if symbol == PUMP:
+        return compile_pump(OLDEST, output)
+    if symbol == WORKER:
+        return compile_worker(OLDEST, output)
+    if symbol == m.DISPATCH_SYMBOL:
+        return compile_switch(tuple(KERNELS.values()), OLDEST, output)
+    if symbol in EXTERNALS:
+        make, arity = EXTERNALS[symbol]
+        return _compile(make(m), m.external_signature(arity), symbol, OLDEST, output)
+    kernel = next(kernel for kernel in KERNELS.values() if kernel.symbol == symbol)
+    return compile_kernel(kernel, OLDEST, output)
+
+
 @functools.cache
 def compile_parts(threads: int, output: str) -> dict[str, Any]:
-    """All that is linked, by symbol, for the oldest target: the linker takes it for newer ones too."""
-    kernels = {kernel.symbol: kernel for kernel in KERNELS.values()}
-    return {
-        KERNEL: compile_entry(OLDEST, threads, output),
-        PUMP: compile_pump(OLDEST, output),
-        WORKER: compile_worker(OLDEST, output),
-        m.DISPATCH_SYMBOL: compile_switch(tuple(KERNELS.values()), OLDEST, output),
-        **{
-            symbol: _compile(make(m), m.external_signature(arity), symbol, OLDEST, output)
-            for symbol, (make, arity) in EXTERNALS.items()
-        },
-        **{symbol: compile_kernel(kernel, OLDEST, output) for symbol, kernel in kernels.items()},
-    }
+    """Every part, by symbol, one after another in this process."""
+    return {symbol: compile_part(symbol, threads, output) for symbol in part_symbols()}
+
+
+def _compile_parts_apart(threads: int) -> dict[str, str]:
+    """Every part as PTX, compiled by as many processes as there are cores: Numba holds the GIL.
+
+    Modules rather than multiprocessing, which would run the user's script again.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    symbols = part_symbols()
+    shares = [symbols[i::cores] for i in range(min(cores, 8, len(symbols)))]
+    package = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+
+    def compile_share(share: tuple[str, ...]) -> dict[str, str]:
+        command = [sys.executable, "-m", f"{__package__}.cuda_parts", str(threads), *share]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise MachineError(f"compiling {', '.join(share)} failed:\n{done.stderr[-2000:]}")
+        return dict(json.loads(done.stdout))
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        parts: dict[str, str] = {}
+        for share in pool.map(compile_share, shares):
+            parts |= share
+    return parts
+
+
+def find_ptxas() -> str | None:
+    """Path of ptxas: that of the installed package first, for the one on PATH may be of another CUDA."""
+    for folder in sys.path:
+        for name in ("nvidia/cu13/bin/ptxas", "nvidia/cuda_nvcc/bin/ptxas"):
+            found = Path(folder, name)
+            if found.is_file() and os.access(found, os.X_OK):
+                return str(found)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        found = Path(os.environ.get(variable, "/nowhere"), "bin", "ptxas")
+        if found.is_file():
+            return str(found)
+    return shutil.which("ptxas") or (
+        "/usr/local/cuda/bin/ptxas" if Path("/usr/local/cuda/bin/ptxas").is_file() else None
+    )
+
+
+def assemble(ptx: str, capability: tuple[int, int], threads: int, ptxas: str) -> tuple[bytes, str]:
+    """A part's relocatable cubin, and what ptxas said of its registers and spills. Raises MachineError."""
+    registers = min(255, (1 << 16) // threads // 8 * 8)
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "part.ptx"), Path(folder, "part.cubin")
+        source.write_text(ptx)
+        arch = f"-arch=sm_{capability[0]}{capability[1]}"
+        command = [ptxas, "-c", arch, "-v", f"-maxrregcount={registers}", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise MachineError(f"ptxas failed: {(done.stderr or done.stdout)[-2000:]}")
+        return target.read_bytes(), done.stderr
 
 
 @functools.cache
-def build(capability: tuple[int, int], threads: int = 256, link: str = "lto") -> Generation:
-    """Compile and link the executor with the operators of the table, once a process.
+def build(capability: tuple[int, int], threads: int = 256, link: str = "objects") -> Generation:
+    """The executor with the operators of the table, once a process; from the cache where it was built before.
 
     Raises:
         MachineError: the target is older than sm_80, or a tool of the toolchain failed.
     """
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
     if capability < OLDEST:
         raise MachineError(
             f"compute capability {capability[0]}.{capability[1]}: gpuos needs sm_80 (Ampere) or newer; "
             'use Runtime(machine="cpu") here'
         )
-    parts = compile_parts(threads, "ltoir" if link == "lto" else "ptx").values()
-    wrap = ObjectCode.from_ltoir if link == "lto" else (lambda ptx: ObjectCode.from_ptx(ptx.encode()))
+    store = Store()
+    key = content_key(f"executor of {threads} threads, {link}", cuda_target(capability))
+    found = store.get("cubin", key)
+    if found is not None:
+        size = int.from_bytes(found[:8], "little")
+        return Generation(found[8 : 8 + size], capability, found[8 + size :].decode())
+    generation = _link(capability, threads, link)
+    header = len(generation.cubin).to_bytes(8, "little")
+    store.put("cubin", key, header + generation.cubin + generation.log.encode())
+    return generation
+
+
+def _link(capability: tuple[int, int], threads: int, link: str) -> Generation:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    log = ""
+    ptxas = find_ptxas()
+    if link == "lto":
+        codes = [ObjectCode.from_ltoir(part) for part in compile_parts(threads, "ltoir").values()]
+    elif ptxas is None:
+        codes = [ObjectCode.from_ptx(part.encode()) for part in _compile_parts_apart(threads).values()]
+    else:
+        parts = _compile_parts_apart(threads).values()
+        with ThreadPoolExecutor() as pool:
+            assembled = list(pool.map(lambda part: assemble(part, capability, threads, ptxas), parts))
+        codes = [ObjectCode.from_cubin(cubin) for cubin, _ in assembled]
+        log = "\n".join(said for _, said in assembled)
     options = LinkerOptions(
         arch=f"sm_{capability[0]}{capability[1]}",
         link_time_optimization=link == "lto",
         ptxas_options=["-v"],
     )
-    linker = Linker(*[wrap(part) for part in parts], options=options)
+    linker = Linker(*codes, options=options)
     cubin = linker.link("cubin")
-    return Generation(bytes(cubin.code), capability, linker.get_info_log())
+    return Generation(bytes(cubin.code), capability, log + linker.get_info_log())

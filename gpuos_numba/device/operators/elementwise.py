@@ -176,6 +176,9 @@ def _make_shared_half(m: Primitives) -> Body:
     return bodies.make_plain_shared(m, _half_entries, HALF_IDS + len(_UNARY), half=True)
 
 
+HOT: Final = (PLAIN_IDS, len(_PLAIN), _make_shared_plain)
+"""What is called most: its first op_id, how many there are, and the factory of their body."""
+
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
 _SHARED_HALF: Final = Shared("gpuos_half", _make_shared_half)
 _SHARED_F32: Final = Shared("gpuos_typed_f32", _make_shared_f32)
