@@ -124,6 +124,7 @@ class Primitives(Protocol):
     compare_and_swap_word: Primitive  # (address, u64 expected, u64 desired) 32 bits -> old; relaxed, gpu
 
     divide: Primitive  # (u64, u64 not 0) -> u64, rounded down
+    divide_u32: Primitive  # the same of two that fit 32 bits
 
     # Time and the outside
     now_ns: Primitive  # () -> u64, monotonic

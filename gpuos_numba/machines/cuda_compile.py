@@ -239,7 +239,8 @@ def _compile_parts_apart(threads: int) -> dict[str, str]:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     symbols = part_symbols()
-    shares = [symbols[i::cores] for i in range(min(cores, 8, len(symbols)))]
+    processes = min(cores, 8, len(symbols))
+    shares = [symbols[i::processes] for i in range(processes)]
     package = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
 

@@ -212,6 +212,15 @@ def _plain_store(element: ir.Type, argument: Any) -> Any:
 
 
 @intrinsic
+def divide_u32(typingctx, dividend, divisor):
+    def codegen(context, builder, signature, args):
+        narrow = [builder.trunc(each, _I32) for each in args]
+        return builder.zext(builder.udiv(*narrow), _I64)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
 def divide(typingctx, dividend, divisor):
     """Unsigned division without Python's check for zero; the divisor is an extent, never 0."""
 
