@@ -1,17 +1,23 @@
-"""A process that compiles: symbols arrive as arguments, their PTX leaves as JSON on standard output.
+"""A process that compiles: symbols arrive as arguments, what they compile to leaves on standard output.
 
-python -m gpuos_numba.machines.cuda_parts THREADS SYMBOL...
+python -m gpuos_numba.machines.cuda_parts THREADS ptx|ltoir SYMBOL...
 """
 
 from __future__ import annotations
 
-import json
+import os
+import pickle
 import sys
 import warnings
 
 if __name__ == "__main__":
+    # Only the answer goes to the pipe, whatever the tools print.
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     warnings.simplefilter("ignore")
     from gpuos_numba.machines import cuda_compile
 
-    threads, symbols = int(sys.argv[1]), sys.argv[2:]
-    print(json.dumps({symbol: cuda_compile.compile_part(symbol, threads, "ptx") for symbol in symbols}))
+    threads, output, symbols = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    parts = {symbol: cuda_compile.compile_part(symbol, threads, output) for symbol in symbols}
+    answer.write(pickle.dumps(parts))
+    answer.close()

@@ -504,6 +504,10 @@ def _plan_fill(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: in
     return _run(_FILL, in_f32, inputs, out, blocks, (value,))
 
 
+def _spec_fill(shape: tuple[int, ...], value: float) -> Array:
+    return np.full(shape, value, np.float32)
+
+
 _ALPHAS: Final = {"add": binary.SCALED[0], "sub": binary.SCALED[1]}
 _GELU: Final = Function(
     "gelu",
@@ -572,7 +576,7 @@ OPERATORS: Final = (
         lambda inputs, **parameters: (),
         _plan_fill,
         (_F32_KERNELS["fill"], _I64_KERNELS["fill"]),
-        None,
+        _spec_fill,
         parameters=(Parameter("value", "number"),),
         tiling=f"above {TILE} elements",
         cost="Writes each element once.",

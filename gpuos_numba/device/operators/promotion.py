@@ -57,7 +57,7 @@ def promote(operands: Sequence[Operand], int16: DType | None = None) -> DType:
 
 def operand_of(value: Any) -> Operand:
     """What planning sees of a NumPy array or a Python number; strides apart, which promotion ignores."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return Operand(read_dtype(value.dtype.name), value.shape, (), True)
     return Operand(number_dtype(value), (), (), True, True)
 
