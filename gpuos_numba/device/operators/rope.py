@@ -524,13 +524,13 @@ def _example(draw: Draw) -> Example:
     x = draw.array((*lead, heads, width), draw.choice(FLOATS), "finite")
     positions = np.asarray(draw.array(lead, draw.choice(INDICES), "small"))
     if draw.integer(0, 1):
-        positions = positions * np.asarray(draw.choice([1000, 99991, 1 << 20]), positions.dtype)
+        positions = np.asarray(positions * np.asarray(draw.choice([1000, 99991, 1 << 20]), positions.dtype))
     rotary = draw.choice([width // 2 * 2, width // 4 * 2, min(width, 16)]) & ~1
     interleaved = bool(draw.integer(0, 1))
     if draw.integer(0, 3) == 0:
         dtype = draw.choice(FLOATS)
         tables = [draw.array((20, rotary // 2), dtype, "finite") for _ in range(2)]
-        return [x, np.abs(np.asarray(draw.array(lead, DType.I64, "small"))), *tables], {
+        return [x, np.asarray(np.abs(draw.array(lead, DType.I64, "small"))), *tables], {
             "interleaved": interleaved
         }
     return [x, positions], {
