@@ -9,7 +9,7 @@ import numpy as np
 
 from ...descriptor import DType
 from ...machines.base import Body, Primitives
-from . import elementwise, mask, norm, reduce, rope, softmax
+from . import elementwise, mask, movement, norm, reduce, rope, softmax
 from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
@@ -50,6 +50,7 @@ FAMILIES: Final = (
     norm.OPERATORS,
     rope.OPERATORS,
     mask.OPERATORS,
+    movement.OPERATORS,
 )
 
 TABLE: Final = MappingProxyType({operator.name: operator for family in FAMILIES for operator in family})
