@@ -9,7 +9,7 @@ import numpy as np
 
 from ...descriptor import DType
 from ...machines.base import Body, Primitives
-from . import elementwise, mask, movement, norm, reduce, rope, softmax
+from . import cache, elementwise, mask, movement, norm, reduce, rope, softmax
 from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
@@ -51,6 +51,7 @@ FAMILIES: Final = (
     rope.OPERATORS,
     mask.OPERATORS,
     movement.OPERATORS,
+    cache.OPERATORS,
 )
 
 TABLE: Final = MappingProxyType({operator.name: operator for family in FAMILIES for operator in family})

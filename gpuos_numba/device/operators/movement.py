@@ -20,7 +20,7 @@ from ..elements import make_itemsize, make_load_f32, make_load_i64, make_tile_ra
 from ..moves import make_move4
 from ..operands import OUTPUT, make_address_of, make_element_of, make_is_strided, make_kind_of
 from .axes import read_axes
-from .planning import TILE, fits_vectors, tile_count
+from .planning import TILE, fits_vectors, tile_count, walk_flat
 from .table import (
     FLOATS,
     INDICES,
@@ -28,11 +28,13 @@ from .table import (
     MOVEMENT_IDS,
     Draw,
     Example,
+    Infer,
     Kernel,
     Operand,
     Operator,
     Parameter,
     Plan,
+    Planner,
     Result,
     Shared,
     Walk,
@@ -398,7 +400,7 @@ def plan_concat(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
     ) and (whole or fits_vectors(out))
     walks = None
     if not whole:
-        ways = [_walk(each) for each in everyone]
+        ways = [walk_flat(each) for each in everyone]
         walks = (*ways[:-1], *[None] * (4 - len(inputs)), ways[-1])
     return Plan(
         CONCAT_ID,
@@ -407,11 +409,6 @@ def plan_concat(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
         walks,
         pack("6I", inner, *[*extents, 0, 0][:4], int(fits)),
     )
-
-
-def _walk(operand: Operand) -> Walk:
-    shape, (steps,) = collapse(operand.shape, [operand.strides])
-    return Walk(operand.dtype, shape, steps)
 
 
 def _span(x: Operand, dim: int, start: int, stop: int | None, step: int) -> tuple[int, range]:
@@ -458,7 +455,9 @@ def _select(name: str, inputs: Sequence[Operand], dim: int) -> tuple[Operand, Op
     return x, index, read_dim(name, dim, x.shape)[0]
 
 
-def _infer_select(name: str, flat: bool) -> Any:
+def infer_select(name: str, flat: bool) -> Infer:
+    """`infer` of a selection along dim. flat: the index has one dim, or none."""
+
     def infer(inputs: Sequence[Operand], /, dim: int = 0) -> tuple[Result, ...]:
         x, index, axis = _select(name, inputs, dim)
         if flat and len(index.shape) > 1:
@@ -471,7 +470,9 @@ def _infer_select(name: str, flat: bool) -> Any:
     return infer
 
 
-def _plan_select(name: str) -> Any:
+def plan_select(name: str) -> Planner:
+    """`plan` of a selection along dim."""
+
     def plan(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, dim: int = 0) -> Plan:
         x, index, axis = _select(name, inputs, dim)
         before, after = x.strides[:axis], x.strides[axis + 1 :]
@@ -684,8 +685,8 @@ OPERATORS: Final = (
         1,
         ANY,
         "a[..., index, ...] along dim",
-        _infer_select("index_select", True),
-        _plan_select("index_select"),
+        infer_select("index_select", True),
+        plan_select("index_select"),
         (SELECT,),
         spec_index_select,
         parameters=_DIM,
@@ -700,8 +701,8 @@ OPERATORS: Final = (
         1,
         ANY,
         "a[index]: a row for each index",
-        _infer_select("embedding", False),
-        _plan_select("embedding"),
+        infer_select("embedding", False),
+        plan_select("embedding"),
         (SELECT,),
         spec_embedding,
         tiling=_TILING,

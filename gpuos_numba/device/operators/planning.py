@@ -23,6 +23,12 @@ def walk(operand: Operand) -> Walk:
     return Walk(operand.dtype, operand.shape, operand.strides)
 
 
+def walk_flat(operand: Operand) -> Walk:
+    """An operand walked in its own order, as flat as it allows."""
+    shape, (steps,) = collapse(operand.shape, [operand.strides])
+    return Walk(operand.dtype, shape, steps)
+
+
 def walks_of(inputs: Sequence[Operand | None], output: Operand) -> tuple[Walk | None, ...] | None:
     """How inputs broadcast to the output are walked together, None where all is contiguous."""
     operands = [operand for operand in inputs if operand is not None and not operand.immediate]
