@@ -34,6 +34,13 @@ def test_every_size_and_length(runtime: gpuos.Runtime, dtype: Any) -> None:
             testing.check(runtime, "masked_fill", x[::-2], mask[::-2], value=1.0)
 
 
+def test_integers_keep_every_bit(runtime: gpuos.Runtime) -> None:
+    x, mask = np.zeros(5, np.int64), np.arange(5) > 2
+    for value in ((1 << 62) + 1, -(1 << 63), np.int64(-3)):
+        testing.check(runtime, "masked_fill", x, mask, value=value)
+    testing.check(runtime, "masked_fill", x.astype(np.bool_), mask, value=True)
+
+
 def test_it_broadcasts_both_ways(runtime: gpuos.Runtime) -> None:
     x = np.random.default_rng(1).standard_normal((2, 1, 5, 16)).astype(F32)
     mask = np.tril(np.ones((5, 16), np.bool_))

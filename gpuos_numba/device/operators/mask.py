@@ -336,7 +336,7 @@ OPERATORS: Final = (
         plan_masked_fill,
         (Kernel(MASKED_FILL_ID, "masked_fill", make_masked_fill),),
         spec_masked_fill,
-        parameters=(Parameter("value", "float"),),
+        parameters=(Parameter("value", "number"),),
         same_ok=(0, 1),
         tiling=f"above {TILE} elements",
         source="torch.masked_fill; the mask is bool.",
