@@ -605,15 +605,28 @@ class Runtime:
             target = view(out, "out")
             validate_output(target, [], False, "out")
             return [target], out
-        wanted = _infer(operator, operands, items)
         if operator.outputs == 1:
             outs, names = [out], ["out"]
         else:
-            outs, names = list(out) if out is not None else [None] * operator.outputs, []
             names = [f"out[{index}]" for index in range(operator.outputs)]
+            if out is not None and not isinstance(out, list | tuple):
+                raise ArgumentError(
+                    f"{operator.name} writes {operator.outputs} arrays, out is a {type(out).__name__}: "
+                    "pass a tuple of arrays"
+                )
+            outs = list(out) if out is not None else [None] * operator.outputs
             if len(outs) != operator.outputs:
                 raise ArgumentError(f"{operator.name} writes {operator.outputs} arrays, out has {len(outs)}")
         targets: list[ArrayView] = []
+        if operator.updates:
+            for each, name in zip(outs, names, strict=True):
+                if each is None:
+                    raise ArgumentError(f"{operator.name} updates {name} where it lies: pass {name}=")
+                target = view(each, name)
+                self._validate(operator, target, name, sources, targets, names)
+                targets.append(target)
+            return targets, outs[0] if operator.outputs == 1 else tuple(outs)
+        wanted = _infer(operator, operands, items)
         for index, ((shape, dtype), name) in enumerate(zip(wanted, names, strict=True)):
             if outs[index] is None:
                 like = next((array for array in inputs if hasattr(array, "shape")), None)
@@ -633,15 +646,26 @@ class Runtime:
                     f"{name} has shape {target.shape}, {operator.name} of these inputs has shape {shape}: "
                     f"pass an out of that shape, or none"
                 )
-            for place, source in enumerate(sources):
-                if isinstance(source, ArrayView):
-                    validate_output(target, [source], place in operator.same_ok, name, [f"inputs[{place}]"])
-            for earlier, earlier_name in zip(targets, names, strict=False):
-                validate_output(target, [earlier], False, name, [earlier_name])
-            if not sources:
-                validate_output(target, [], False, name)
+            self._validate(operator, target, name, sources, targets, names)
             targets.append(target)
         return targets, outs[0] if operator.outputs == 1 else tuple(outs)
+
+    @staticmethod
+    def _validate(
+        operator: Operator,
+        target: ArrayView,
+        name: str,
+        sources: Sequence[Any],
+        earlier: Sequence[ArrayView],
+        names: Sequence[str],
+    ) -> None:
+        """Refuse an output that cannot be written, or that shares memory with an input or another output."""
+        validate_output(target, [], False, name)
+        for place, source in enumerate(sources):
+            if isinstance(source, ArrayView):
+                validate_output(target, [source], place in operator.same_ok, name, [f"inputs[{place}]"])
+        for other, other_name in zip(earlier, names, strict=False):
+            validate_output(target, [other], False, name, [other_name])
 
     def _prepare(self, op_id: int) -> None:
         """Have the kernel compiled, where the machine compiles what is used."""

@@ -145,55 +145,104 @@ class RandomDraw:
             return drawn.astype(kind).reshape(shape)
 
 
-def check(rt: Runtime, name: str, *inputs: Any, **parameters: Any) -> Any:
+def check(rt: Runtime, name: str, *inputs: Any, out: Any = None, **parameters: Any) -> Any:
     """Run an operator on NumPy inputs, compare with its spec, and see that nothing beside it changed.
 
     Args:
         inputs: arrays (bfloat16 of ml_dtypes), Python numbers, or None, as the operator takes them.
+        out: of an operator that updates its outputs: an array, or a tuple of them, of their contents before;
+            they are copied, with their strides, to memory where every byte between and around is watched.
         parameters: the operator's parameters.
 
     Returns:
         the operator's result, a tuple where it has several outputs.
 
     Raises:
-        AssertionError: the result differs from the spec by more than the table's tolerance, or memory next
-            to an output was written.
+        AssertionError: the result differs from the spec by more than the table's tolerance, or memory
+            between or next to the elements of an output was written.
         UnknownOperatorError, ArgumentError: there is no such operator, or it has no spec or no input.
     """
     operator = TABLE.get(name)
     if operator is None:
         raise UnknownOperatorError(f"operator {name!r} is not in the table: {', '.join(TABLE)}")
-    if operator.spec is None or not inputs or operator.like_out:
+    if operator.spec is None or operator.like_out or not (inputs or operator.updates):
         raise ArgumentError(f"{name} has no spec of inputs to be checked against")
+    if operator.updates == (out is None):
+        raise ArgumentError(
+            f"{name} {'updates' if operator.updates else 'allocates'} its outputs, out={out!r}"
+        )
     arrays = [to_device(rt, x) if isinstance(x, np.ndarray) else x for x in inputs]
-    wanted = rt.infer(name, arrays, **parameters)
+    if operator.updates:
+        before = list(out) if isinstance(out, tuple) else [out]
+        given = {"out": tuple(each.copy() for each in before) if isinstance(out, tuple) else out.copy()}
+    else:
+        kinds = [(shape, numpy_dtype(dtype)) for shape, dtype in rt.infer(name, arrays, **parameters)]
+        before = [np.empty(shape, kind) for shape, kind in kinds]
+        for each in before:
+            each.reshape(-1).view(np.uint8)[...] = _CANARY
+        given = {}
     with np.errstate(all="ignore"):
-        expected = operator.spec(*inputs, **parameters)
+        expected = operator.spec(*inputs, **parameters, **given)
     expected = expected if isinstance(expected, tuple) else (expected,)
-    assert len(expected) == len(wanted), f"{name}: the spec gives {len(expected)} outputs"
-    memories, outs = [], []
-    for shape, dtype in wanted:
-        kind = numpy_dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
-        memory = to_device(rt, np.full(size + 2 * CANARY_BYTES, 0xA5, np.uint8))
-        inside = memory[CANARY_BYTES : CANARY_BYTES + size]
+    assert len(expected) == len(before), f"{name}: the spec gives {len(expected)} outputs"
+    guarded = [_Guarded(rt, each) for each in before]
+    outs = tuple(each.array for each in guarded)
+    rt.submit(name, arrays, outs[0] if operator.outputs == 1 else outs, **parameters).result()
+    results = []
+    for spec, each in zip(expected, guarded, strict=True):
+        result, intact = each.read()
+        compare(name, result, spec, each.dtype)
+        assert intact, f"{name} wrote between or beside the elements of its output"
+        results.append(result)
+    return results[0] if operator.outputs == 1 else tuple(results)
+
+
+_CANARY = 0xA5
+
+
+class _Guarded:
+    """A copy of an array on the device, with its strides, in memory of which every other byte is watched."""
+
+    def __init__(self, rt: Runtime, source: np.ndarray[Any, Any]) -> None:
+        steps = [
+            abs(step) if extent > 1 else 0 for step, extent in zip(source.strides, source.shape, strict=True)
+        ]
+        if rt.machine != "cpu" and min(source.strides, default=0) < 0:  # torch has no negative strides
+            source = np.ascontiguousarray(source).reshape(source.shape)
+            steps = list(source.strides)
+        self.shape, self.kind, self.strides = source.shape, source.dtype, source.strides
+        self.dtype = next(code for code in DTYPE_NAMES if numpy_dtype(code) == self.kind)
+        reach = sum(step * (extent - 1) for step, extent in zip(steps, self.shape, strict=True))
+        size = reach + self.kind.itemsize if source.size else 0
+        below = sum(
+            -step * (side - 1) for step, side in zip(self.strides, self.shape, strict=True) if step < 0
+        )
+        self.start = CANARY_BYTES + (below if source.size else 0)
+        memory = np.full(size + 2 * CANARY_BYTES, _CANARY, np.uint8)
+        self._inside(memory)[...] = source
+        self.memory = to_device(rt, memory)
         if rt.machine == "cpu":
-            outs.append(inside.view(kind).reshape(shape))
+            self.array = self._inside(self.memory)
         else:
             import torch
 
-            outs.append(inside.view(getattr(torch, DTYPE_NAMES[dtype])).reshape(shape))
-        memories.append((memory, size))
-    rt.submit(name, arrays, outs[0] if operator.outputs == 1 else tuple(outs), **parameters).result()
-    results = []
-    for (shape, dtype), spec, out, (memory, size) in zip(wanted, expected, outs, memories, strict=True):
-        result = to_host(out).reshape(shape).copy()
-        compare(name, result, spec, dtype)
-        around = to_host(memory)
-        assert (around[:CANARY_BYTES] == 0xA5).all(), f"{name} wrote before its output"
-        assert (around[CANARY_BYTES + size :] == 0xA5).all(), f"{name} wrote behind its output"
-        results.append(result)
-    return results[0] if operator.outputs == 1 else tuple(results)
+            whole = self.memory[: len(memory) // self.kind.itemsize * self.kind.itemsize]
+            whole = whole.view(getattr(torch, DTYPE_NAMES[self.dtype]))
+            elements = [step // self.kind.itemsize for step in self.strides]
+            self.array = whole.as_strided(self.shape, elements, self.start // self.kind.itemsize)
+
+    def _inside(
+        self, memory: np.ndarray[Any, Any], kind: np.dtype[Any] | None = None
+    ) -> np.ndarray[Any, Any]:
+        return np.ndarray(self.shape, kind or self.kind, memory.data, self.start, self.strides)
+
+    def read(self) -> tuple[np.ndarray[Any, Any], bool]:
+        """The elements, and whether all other bytes are as they were."""
+        memory = to_host(self.memory).copy()
+        result = self._inside(memory).copy()
+        raw = np.dtype(f"V{self.kind.itemsize}")
+        self._inside(memory, raw)[...] = np.frombuffer(bytes([_CANARY]) * raw.itemsize, raw)[0]
+        return result, bool((memory == _CANARY).all())
 
 
 def compare(name: str, result: np.ndarray[Any, Any], spec: Any, dtype: DType) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ...descriptor import MAX_INPUTS
+from ...descriptor import ITEMSIZE, MAX_INPUTS
 from ...shapes import aligned_strides, collapse
 from .table import Operand, Walk
 
@@ -23,6 +23,12 @@ def walk(operand: Operand) -> Walk:
     return Walk(operand.dtype, operand.shape, operand.strides)
 
 
+def walk_flat(operand: Operand) -> Walk:
+    """An operand walked in its own order, as flat as it allows."""
+    shape, (steps,) = collapse(operand.shape, [operand.strides])
+    return Walk(operand.dtype, shape, steps)
+
+
 def walks_of(inputs: Sequence[Operand | None], output: Operand) -> tuple[Walk | None, ...] | None:
     """How inputs broadcast to the output are walked together, None where all is contiguous."""
     operands = [operand for operand in inputs if operand is not None and not operand.immediate]
@@ -35,3 +41,12 @@ def walks_of(inputs: Sequence[Operand | None], output: Operand) -> tuple[Walk | 
     walked = iter([Walk(each.dtype, shape, step) for each, step in zip(everyone, steps, strict=True)])
     places = [None if each is None or each.immediate else next(walked) for each in inputs]
     return (*places, *[None] * (MAX_INPUTS - len(places)), next(walked))
+
+
+def fits_vectors(operand: Operand) -> bool:
+    """Whether rows of the last dim can be moved 16 bytes at a time wherever the first one can."""
+    size = ITEMSIZE[operand.dtype]
+    *outer, last = zip(operand.shape, operand.strides, strict=True)
+    if last[0] > 1 and last[1] != 1:
+        return False
+    return all(extent <= 1 or stride * size % 16 == 0 for extent, stride in outer)

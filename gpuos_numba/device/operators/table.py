@@ -256,7 +256,7 @@ class Draw(Protocol):
 
 
 Example = tuple[list[Any], dict[str, Any]]
-"""Inputs and parameters of a valid call."""
+"""Inputs and parameters of a valid call; of an operator that updates, `out` is among the parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,6 +282,9 @@ class Operator:
         example: a valid call, for tests.
         numbers: whether Python numbers may stand for inputs.
         like_out: `out` is needed and says what the output is; `infer` is not asked.
+        updates: `out` is needed, and is read as well as written: what is not written stays. `infer` is not
+            asked, `plan` checks shapes and dtypes, and `spec` takes the old contents as `out=` and returns
+            the new ones.
         casts: `out` may have another dtype that the result may be cast to, as PyTorch has it: not from
             float to integer, nor from either to bool.
         plain: contiguous f32 operands of one shape need no more than the first kernel and their addresses.
@@ -306,6 +309,7 @@ class Operator:
     example: Callable[[Draw], Example] | None = None
     numbers: bool = False
     like_out: bool = False
+    updates: bool = False
     casts: bool = False
     plain: bool = False
     _by_name: Mapping[str, Parameter] = field(init=False, repr=False, compare=False)
@@ -363,6 +367,11 @@ def castable(source: DType, target: DType) -> bool:
     return rank(source) <= rank(target)
 
 
+def infer_nothing(inputs: Sequence[Operand | None], /, **parameters: Any) -> tuple[Result, ...]:
+    """`infer` of operators that are not asked."""
+    return ()
+
+
 def describe(operator: Operator) -> str:
     """A docstring for `rt.<name>`."""
     fewest, most = operator.inputs
@@ -376,5 +385,7 @@ def describe(operator: Operator) -> str:
         kind = parameter.kind if isinstance(parameter.kind, str) else f"one of {list(parameter.kind)}"
         default = "" if parameter.default is REQUIRED else f", default {parameter.default!r}"
         lines.append(f"{parameter.name}: {kind}{default}.")
+    if operator.updates:
+        lines.append("out is needed, and updated where it lies.")
     lines += [f"Tiling: {operator.tiling}. {operator.cost}", operator.source, "See `Runtime.submit`."]
     return "\n".join(line for line in lines if line or line == "")

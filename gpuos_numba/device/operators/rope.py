@@ -1,0 +1,575 @@
+"""Rotary position embedding: x [..., heads, head_dim] and a position for each token arrive, pairs of elements
+leave rotated by the angle position * base^(-2 i / rotary_dim).
+
+Angles are counted in turns, as 64-bit fixed point: the turns of position 1 times the position, modulo 2^64,
+is exact at any position, where an f32 angle has lost the turn's fraction at 2^20. A block computes the
+cosines and sines of some tokens into its scratch, then rotates all heads of them.
+
+Each thread reads both elements of a pair before it writes either, so the output may be exactly x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ...descriptor import MAX_INPUTS, DType, Status, layout_offset, offset
+from ...errors import ArgumentError
+from ...machines.base import Body, Primitives
+from ...protocol import ARENA_BYTES
+from ...shapes import aligned_strides, collapse
+from ..chunks import make_load_raw8, make_spread_f32, make_store8, make_unpack8
+from ..elements import make_element_address, make_itemsize, make_load_f32, make_load_i64
+from ..moves import make_load_bits, make_store_bits
+from ..operands import OUTPUT, make_address_of, make_element_of, make_is_strided, make_kind_of, make_layout_of
+from .planning import fits_vectors
+from .table import (
+    ATTENTION_IDS,
+    FLOATS,
+    INDICES,
+    Draw,
+    Example,
+    Kernel,
+    Operand,
+    Operator,
+    Parameter,
+    Plan,
+    Result,
+    Tolerance,
+    Walk,
+    pack,
+    refuse_dtype,
+)
+
+Array = Any
+ROPE_ID: Final = ATTENTION_IDS + 16
+INTERLEAVED, TABLES, VECTORS = 1, 2, 4
+PAIRS: Final = ARENA_BYTES // 8 - 8
+"""Cosines and sines that a block keeps; a chunk of eight may read seven more, which it does not use."""
+SINES: Final = ARENA_BYTES // 2
+"""Where in the arena the sines begin."""
+
+
+def make_turn(m: Primitives) -> Body:
+    """`turn(turns)` -> (cosine, sine) of turns / 2^64 of a full turn."""
+    u64, f32 = m.u64, m.f32
+    EIGHTH, QUARTER_BITS, TO_QUADRANT = u64(1 << 61), u64((1 << 62) - 1), u64(62)
+    HALF_QUARTER, SCALE = np.int64(1 << 61), f32(2 * math.pi / 2**64)
+    ZERO, ONE, TWO = u64(0), u64(1), u64(2)
+    # Cephes' polynomials for |angle| <= pi / 4: right to 2^-24.
+    S1, S2, S3 = f32(-1.6666654611e-1), f32(8.3321608736e-3), f32(-1.9515295891e-4)
+    C1, C2, C3 = f32(4.166664568298827e-2), f32(-1.388731625493765e-3), f32(2.443315711809948e-5)
+    HALF, UNIT = f32(0.5), f32(1)
+
+    def turn(turns: Any) -> Any:
+        turns += EIGHTH
+        quadrant = turns >> TO_QUADRANT
+        angle = f32(np.int64(turns & QUARTER_BITS) - HALF_QUARTER) * SCALE
+        square = angle * angle
+        across = angle + angle * square * (S1 + square * (S2 + square * S3))
+        along = (UNIT - HALF * square) + square * square * (C1 + square * (C2 + square * C3))
+        cosine = along
+        sine = across
+        if quadrant & ONE != ZERO:
+            cosine = across
+            sine = along
+        if (quadrant + ONE) & TWO != ZERO:
+            cosine = -cosine
+        if quadrant & TWO != ZERO:
+            sine = -sine
+        return cosine, sine
+
+    return m.device(turn)
+
+
+def make_rope(m: Primitives) -> Body:
+    u64, f32, f64 = m.u64, m.f32, np.float64
+    thread_index, block_width, barrier, divide = m.thread_index, m.block_width, m.barrier, m.divide
+    load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
+    load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
+    store_pair, bits_f32 = m.store_pair, m.bits_f32
+    element_address = m.external("gpuos_element_address", make_element_address)
+    address_of, kind_of, layout_of = make_address_of(m), make_kind_of(m), make_layout_of(m)
+    is_strided, element_of, itemsize = make_is_strided(m), make_element_of(m), make_itemsize(m)
+    load_i64, load_element_f32, turn = make_load_i64(m), make_load_f32(m), make_turn(m)
+    load_raw8, unpack8, spread8, store8 = (
+        make_load_raw8(m),
+        make_unpack8(m),
+        make_spread_f32(m),
+        make_store8(m),
+    )
+    load_bits, store_bits = make_load_bits(m), make_store_bits(m)
+    step_in = make_step_in(m)
+
+    COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
+    TWELVE, TWENTY = u64(12), u64(20)
+    ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = u64(0), u64(1), u64(2), u64(3), u64(4), u64(7), u64(8)
+    FIFTEEN, SIXTEEN, FOURS, LOW, S32 = u64(15), u64(16), u64(16), u64(0xFFFF), u64(32)
+    IS_INTERLEAVED, HAS_TABLES, FITS, TO_GROUP = u64(INTERLEAVED), u64(TABLES), u64(VECTORS), u64(8)
+    X, POSITIONS, COS, SIN, OUT = u64(0), u64(1), u64(2), u64(3), u64(OUTPUT)
+    F32, SINES_AT = u64(DType.F32), u64(SINES)
+    FROM_FIXED, TURN, TO_TURNS = f64(2.0**-62), f64(1 / (2 * math.pi)), f64(2.0**64)
+    NAN = f32(np.nan)
+    OK, OUT_OF_RANGE = np.int32(Status.OK), np.int32(Status.INDEX_OUT_OF_RANGE)
+
+    def four(address: Any) -> Any:
+        a, b = load_task_pair(address)
+        return bits_f32(a), bits_f32(a >> S32), bits_f32(b), bits_f32(b >> S32)
+
+    four = m.device(four)
+
+    def angles8(vector: Any, address: Any) -> Any:
+        if vector:
+            a = four(address)
+            b = four(address + FOURS)
+            return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+        return (
+            load_scratch_f32(address),
+            load_scratch_f32(address + FOUR),
+            load_scratch_f32(address + TWO * FOUR),
+            load_scratch_f32(address + THREE * FOUR),
+            load_scratch_f32(address + FOUR * FOUR),
+            load_scratch_f32(address + FOUR * (ONE + FOUR)),
+            load_scratch_f32(address + FOUR * (TWO + FOUR)),
+            load_scratch_f32(address + FOUR * SEVEN),
+        )
+
+    angles8 = m.device(angles8)
+
+    def rotate8(a: Any, b: Any, c: Any, s: Any) -> Any:
+        return (
+            a[0] * c[0] - b[0] * s[0],
+            a[1] * c[1] - b[1] * s[1],
+            a[2] * c[2] - b[2] * s[2],
+            a[3] * c[3] - b[3] * s[3],
+            a[4] * c[4] - b[4] * s[4],
+            a[5] * c[5] - b[5] * s[5],
+            a[6] * c[6] - b[6] * s[6],
+            a[7] * c[7] - b[7] * s[7],
+        )
+
+    rotate8 = m.device(rotate8)
+
+    def negate8(s: Any) -> Any:
+        return -s[0], -s[1], -s[2], -s[3], -s[4], -s[5], -s[6], -s[7]
+
+    negate8 = m.device(negate8)
+
+    def frequency(fixed: Any, index: Any) -> Any:
+        """Turns of position 1 for a pair, in 2^-64: fixed is the ratio of neighbours."""
+        ratio = f64(np.int64(fixed)) * FROM_FIXED
+        turns = TURN
+        while index > ZERO:
+            if index & ONE != ZERO:
+                turns *= ratio
+            ratio *= ratio
+            index >>= ONE
+        return u64(np.int64(turns * TO_TURNS))
+
+    frequency = m.device(frequency)
+
+    def places(chunk: Any, pair_chunks: Any, half: Any, interleaved: Any) -> Any:
+        """Elements at which the two vectors of a chunk begin; those behind the pairs have one."""
+        if chunk < pair_chunks:
+            at = chunk << THREE
+            if interleaved:
+                return at + at, at + at + EIGHT
+            return at, half + at
+        at = half + half + ((chunk - pair_chunks) << THREE)
+        return at, at
+
+    places = m.device(places)
+
+    def rope(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        x = address_of(task, X)
+        out = address_of(task, OUT)
+        tokens = load_task_u64(task + COUNT)
+        tiles = load_task_u32(task + TILES)
+        first = load_task_u64(task + SCALARS)  # ratio of neighbouring frequencies, or rows of the tables
+        width = load_task_u32(task + SCALARS + EIGHT)
+        heads = load_task_u32(task + SCALARS + TWELVE)
+        packed = load_task_u32(task + SCALARS + SIXTEEN)
+        half = packed & LOW
+        shift = packed >> SIXTEEN
+        how = load_task_u32(task + SCALARS + TWENTY)
+        interleaved = how & IS_INTERLEAVED != ZERO
+        group = how >> TO_GROUP
+        kind = kind_of(task, X)
+        size = itemsize(kind)
+        strided = is_strided(task)
+        step = size
+        step_out = size
+        layout = ZERO
+        layout_out = ZERO
+        if strided:
+            layout = layout_of(context, task, X)
+            layout_out = layout_of(context, task, OUT)
+            step = step_in(layout, size)
+            step_out = step_in(layout_out, size)
+        vector = how & FITS != ZERO and (x | out) & FIFTEEN == ZERO
+        pair_chunks = (half + SEVEN) >> THREE
+        chunks = pair_chunks + ((width - half - half + SEVEN) >> THREE)
+        columns = (ONE << shift) - ONE
+        thread = thread_index()
+        threads = block_width()
+
+        token = ZERO
+        end = tokens
+        if tiles > ONE:
+            mine = divide(tokens + tiles - ONE, tiles)
+            token = tile * mine
+            end = token + mine
+            if end > tokens:
+                end = tokens
+        status = OK
+        while token < end:
+            if group > end - token:
+                group = end - token
+            rows = group * heads
+            items = rows << shift
+            item = thread
+            # The first loads fly while the angles are computed.
+            chunk = item & columns
+            fetched = vector and item < items and chunk < chunks
+            source = x
+            raw_a = ZERO, ZERO, ZERO, ZERO
+            raw_b = ZERO, ZERO, ZERO, ZERO
+            if fetched:
+                row = (token * heads + (item >> shift)) * width
+                source = x + row * size
+                if strided:
+                    source = element_address(layout, x, row)
+                a, b = places(chunk, pair_chunks, half, interleaved)
+                raw_a = load_raw8(kind, source + a * size)
+                raw_b = load_raw8(kind, source + b * size)
+
+            pair = thread
+            while pair < group * half:
+                place = token
+                index = pair
+                if group > ONE:
+                    place = divide(pair, half)
+                    index = pair - place * half
+                    place += token
+                position = u64(
+                    load_i64(kind_of(task, POSITIONS), element_of(context, task, POSITIONS, place))
+                )
+                if how & HAS_TABLES != ZERO:
+                    cosine = NAN
+                    sine = NAN
+                    if position < first:
+                        at = position * half + index
+                        cosine = load_element_f32(kind_of(task, COS), element_of(context, task, COS, at))
+                        sine = load_element_f32(kind_of(task, SIN), element_of(context, task, SIN, at))
+                    else:
+                        status = OUT_OF_RANGE
+                else:
+                    cosine, sine = turn(frequency(first, index) * position)
+                store_scratch_f32(arena + pair * FOUR, cosine)
+                store_scratch_f32(arena + SINES_AT + pair * FOUR, sine)
+                pair += threads
+            barrier()
+
+            while item < items:
+                chunk = item & columns
+                if chunk < chunks:
+                    line = item >> shift
+                    row = (token * heads + line) * width
+                    target = out + row * size
+                    if strided:
+                        target = element_address(layout_out, out, row)
+                    a, b = places(chunk, pair_chunks, half, interleaved)
+                    if vector:
+                        if not fetched:
+                            source = x + row * size
+                            if strided:
+                                source = element_address(layout, x, row)
+                            raw_a = load_raw8(kind, source + a * size)
+                            raw_b = load_raw8(kind, source + b * size)
+                    elif strided:
+                        source = element_address(layout, x, row)
+                    else:
+                        source = x + row * size
+                    fetched = False
+                    if chunk < pair_chunks:
+                        at = chunk << THREE
+                        count = half - at
+                        if count > EIGHT:
+                            count = EIGHT
+                        if group > ONE:
+                            at += divide(line, heads) * half
+                        cosines = angles8(vector, arena + at * FOUR)
+                        sines = angles8(vector, arena + SINES_AT + at * FOUR)
+                        between = step
+                        between_out = step_out
+                        if vector:
+                            p = unpack8(kind, raw_a)
+                            q = unpack8(kind, raw_b)
+                            if interleaved:
+                                p, q = (
+                                    (p[0], p[2], p[4], p[6], q[0], q[2], q[4], q[6]),
+                                    (p[1], p[3], p[5], p[7], q[1], q[3], q[5], q[7]),
+                                )
+                        else:
+                            if interleaved:
+                                b = a + ONE
+                                between += step
+                                between_out += step_out
+                            p = spread8(kind, source + a * step, between, count)
+                            q = spread8(kind, source + b * step, between, count)
+                        v = rotate8(p, q, cosines, sines)
+                        w = rotate8(q, p, cosines, negate8(sines))
+                        if vector and interleaved:
+                            v, w = (
+                                (v[0], w[0], v[1], w[1], v[2], w[2], v[3], w[3]),
+                                (v[4], w[4], v[5], w[5], v[6], w[6], v[7], w[7]),
+                            )
+                        store8(vector, kind, target + a * step_out, between_out, count, v)
+                        store8(vector, kind, target + b * step_out, between_out, count, w)
+                    elif vector:
+                        store_pair(target + a * size, raw_a[0], raw_a[1])
+                        if kind == F32:
+                            store_pair(target + a * size + SIXTEEN, raw_a[2], raw_a[3])
+                    else:
+                        last = a + EIGHT
+                        if last > width:
+                            last = width
+                        while a < last:
+                            store_bits(size, target + a * step_out, load_bits(size, source + a * step))
+                            a += ONE
+                item += threads
+            token += group
+            if token < end:
+                barrier()
+        return status
+
+    return rope
+
+
+def make_step_in(m: Primitives) -> Body:
+    """`step_in(layout, size)`: bytes from one element to the next in the last dim of a layout."""
+    u64, load_u64, load_u32 = m.u64, m.load_u64, m.load_u32
+    NDIM, STRIDES, ONE, EIGHT = u64(layout_offset("ndim")), u64(layout_offset("strides")), u64(1), u64(8)
+
+    def step_in(layout: Any, size: Any) -> Any:
+        return load_u64(layout + STRIDES + (load_u32(layout + NDIM) - ONE) * EIGHT) * size
+
+    return m.device(step_in)
+
+
+# --- plans ---
+
+ALONE: Final = 16 * 1024
+"""Elements up to which one block does it all: a task of one tile can be part of a run."""
+
+TILE: Final = 4 * 1024
+"""Elements of a tile otherwise."""
+
+
+def infer_rope(
+    inputs: Sequence[Operand | None],
+    /,
+    base: float,
+    rotary_dim: int | None,
+    interleaved: bool,
+) -> tuple[Result, ...]:
+    x, positions, cos, sin = (*inputs, None, None)[:4]
+    assert x is not None and positions is not None
+    if x.dtype not in FLOATS:
+        raise refuse_dtype("rope", "inputs[0]", x.dtype, FLOATS)
+    if positions.dtype not in INDICES:
+        raise refuse_dtype("rope", "inputs[1]", positions.dtype, INDICES)
+    if len(x.shape) < 2:
+        raise ArgumentError(f"rope: x has shape {x.shape}: it needs [..., heads, head_dim], reshape it")
+    if len(positions.shape) > len(x.shape) - 2:
+        raise ArgumentError(
+            f"rope: positions of shape {positions.shape} for x of shape {x.shape}: give one for each token, "
+            f"shape {x.shape[:-2]}, or what broadcasts to it"
+        )
+    aligned_strides(positions, x.shape[:-2])
+    if (cos is None) != (sin is None):
+        raise ArgumentError("rope: cos and sin come together: give both tables or none")
+    rotary = _rotary(x, cos, rotary_dim)
+    if rotary % 2 or not 0 <= rotary <= x.shape[-1]:
+        raise ArgumentError(
+            f"rope: rotary_dim is {rotary} of a head_dim of {x.shape[-1]}: it must be even and fit into it"
+        )
+    if rotary > 2 * PAIRS:
+        raise ArgumentError(f"rope: rotary_dim is {rotary}: at most {2 * PAIRS}")
+    if cos is None or sin is None:
+        if not 1 <= base < math.inf:
+            raise ArgumentError(f"rope: base={base}: it must be at least 1, and finite")
+    else:
+        for place, table in ((2, cos), (3, sin)):
+            if table.dtype not in FLOATS:
+                raise refuse_dtype("rope", f"inputs[{place}]", table.dtype, FLOATS)
+        if len(cos.shape) != 2 or cos.shape != sin.shape or 2 * cos.shape[1] != rotary:
+            raise ArgumentError(
+                f"rope: tables of shapes {cos.shape} and {sin.shape}: both must be "
+                f"[positions, {rotary // 2}], half of rotary_dim"
+            )
+    return (Result(x.shape, x.dtype),)
+
+
+def _rotary(x: Operand, cos: Operand | None, rotary_dim: int | None) -> int:
+    if rotary_dim is not None:
+        return rotary_dim
+    if cos is not None and len(cos.shape) == 2:
+        return 2 * cos.shape[1]
+    return x.shape[-1]
+
+
+def plan_rope(
+    inputs: Sequence[Operand | None],
+    outputs: Sequence[Operand],
+    blocks: int,
+    /,
+    base: float,
+    rotary_dim: int | None,
+    interleaved: bool,
+) -> Plan:
+    x, positions, cos, sin = (*inputs, None, None)[:4]
+    assert x is not None and positions is not None
+    out = outputs[0]
+    *lead, heads, width = x.shape
+    half = _rotary(x, cos, rotary_dim) // 2
+    tokens = math.prod(lead)
+    if not x.elements:
+        return Plan(ROPE_ID, 0)
+    everyone = [each for each in (x, positions, cos, sin, out) if each is not None]
+    whole = positions.shape == tuple(lead)
+    walks = None
+    if not (whole and all(each.contiguous for each in everyone)):
+        shape, steps = collapse(
+            tuple(lead),
+            [x.strides[:-2], aligned_strides(positions, tuple(lead)), out.strides[:-2]],
+        )
+        tables = [None if t is None else Walk(t.dtype, t.shape, t.strides) for t in (cos, sin)]
+        walks = (
+            Walk(x.dtype, (*shape, heads, width), (*steps[0], *x.strides[-2:])),
+            Walk(positions.dtype, shape, steps[1]),
+            *tables,
+            Walk(out.dtype, (*shape, heads, width), (*steps[2], *out.strides[-2:])),
+        )
+        assert len(walks) == MAX_INPUTS + 1
+    chunks = -(-half // 8) + -(-(width - 2 * half) // 8)
+    flags = INTERLEAVED if interleaved else 0
+    if half % 8 == 0 and width % 8 == 0 and fits_vectors(x) and fits_vectors(out):
+        flags |= VECTORS
+    if cos is None:
+        first = round(base ** (-1 / half) * 2**62) if half else 0
+    else:
+        first = cos.shape[0]
+        flags |= TABLES
+    group = PAIRS // half if half else tokens
+    return Plan(
+        ROPE_ID,
+        tokens,
+        1 if x.elements <= ALONE else max(1, min(tokens, 4 * blocks, x.elements // TILE)),
+        walks,
+        pack(
+            "qIIHHI",
+            first,
+            width,
+            heads,
+            half,
+            (chunks - 1).bit_length(),
+            flags | min(group, tokens, PAIRS) << 8,
+        ),
+    )
+
+
+# --- the truth ---
+
+
+def spec_rope(
+    x: Array,
+    positions: Array,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    *,
+    base: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> Array:
+    if cos is not None and sin is not None:
+        rotary = 2 * cos.shape[1]
+        c, s = cos.astype(np.float64)[positions], sin.astype(np.float64)[positions]
+    else:
+        rotary = x.shape[-1] if rotary_dim is None else rotary_dim
+        angle = positions[..., None].astype(np.float64) * float(base) ** (
+            -np.arange(0, rotary, 2) / max(rotary, 1)
+        )
+        c, s = np.cos(angle), np.sin(angle)
+    c, s = c[..., None, :], s[..., None, :]
+    result = x.astype(np.float64)
+    first, second = (
+        (slice(0, rotary, 2), slice(1, rotary, 2))
+        if interleaved
+        else (slice(0, rotary // 2), slice(rotary // 2, rotary))
+    )
+    a, b = result[..., first].copy(), result[..., second].copy()
+    result[..., first] = a * c - b * s
+    result[..., second] = b * c + a * s
+    return result
+
+
+def _example(draw: Draw) -> Example:
+    lead = draw.shape(0, 2, 5)
+    heads = draw.choice([1, 2, 3])
+    width = draw.choice([2, 5, 8, 10, 16, 32, 80, 96, 128])
+    x = draw.array((*lead, heads, width), draw.choice(FLOATS), "finite")
+    positions = np.asarray(draw.array(lead, draw.choice(INDICES), "small"))
+    if draw.integer(0, 1):
+        positions = np.asarray(positions * np.asarray(draw.choice([1000, 99991, 1 << 20]), positions.dtype))
+    rotary = draw.choice([width // 2 * 2, width // 4 * 2, min(width, 16)]) & ~1
+    interleaved = bool(draw.integer(0, 1))
+    if draw.integer(0, 3) == 0:
+        dtype = draw.choice(FLOATS)
+        tables = [draw.array((20, rotary // 2), dtype, "finite") for _ in range(2)]
+        return [x, np.asarray(np.abs(draw.array(lead, DType.I64, "small"))), *tables], {
+            "interleaved": interleaved
+        }
+    return [x, positions], {
+        "base": draw.choice([10000.0, 500000.0, 1.0]),
+        "rotary_dim": rotary,
+        "interleaved": interleaved,
+    }
+
+
+# --- the table ---
+
+OPERATORS: Final = (
+    Operator(
+        "rope",
+        "rotary embedding",
+        (2, 4),
+        1,
+        FLOATS,
+        "pairs (a, b) of a head become (a cos - b sin, b cos + a sin) of position * base^(-2i / rotary_dim)",
+        infer_rope,
+        plan_rope,
+        (Kernel(ROPE_ID, "rope", make_rope),),
+        spec_rope,
+        parameters=(
+            Parameter("base", "float", 10000.0),
+            Parameter("rotary_dim", "int", None),
+            Parameter("interleaved", "bool", False),
+        ),
+        # Cosine and sine are right to 2^-23, the two products and their difference add a rounding each, of
+        # elements and tables up to 6: 36 * 6 * 2^-24.
+        tolerance=Tolerance(f32=2.0**-22, atol=2.0**-16),
+        same_ok=(0,),
+        tiling=f"above {ALONE} elements, over tokens",
+        cost="Reads and writes x once.",
+        source=(
+            "Inputs: x [..., heads, head_dim], positions [...], and in place of base tables cos and sin "
+            "[positions, rotary_dim / 2]; a position outside of them fails the task, its token is NaN. "
+            "Pairs are (i, i + rotary_dim / 2) as in Llama and GPT-NeoX; interleaved: (2i, 2i + 1), GPT-J."
+        ),
+        example=_example,
+    ),
+)
