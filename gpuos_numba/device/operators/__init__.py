@@ -9,7 +9,7 @@ import numpy as np
 
 from ...descriptor import DType
 from ...machines.base import Body, Primitives
-from . import elementwise, norm, reduce, softmax
+from . import elementwise, matrix, norm, reduce, softmax
 from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
@@ -42,7 +42,14 @@ _CONTROL: Final = (
     ),
 )
 
-FAMILIES: Final = (_CONTROL, elementwise.OPERATORS, reduce.OPERATORS, softmax.OPERATORS, norm.OPERATORS)
+FAMILIES: Final = (
+    _CONTROL,
+    elementwise.OPERATORS,
+    reduce.OPERATORS,
+    softmax.OPERATORS,
+    norm.OPERATORS,
+    matrix.OPERATORS,
+)
 
 TABLE: Final = MappingProxyType({operator.name: operator for family in FAMILIES for operator in family})
 """Operators by name."""
