@@ -71,9 +71,7 @@ class Block:
                 self._waits[index] = "failed"
             self._back.release()
 
-        threads = [
-            threading.Thread(target=thread, args=(index,), daemon=True) for index in range(self.width)
-        ]
+        threads = [threading.Thread(target=thread, args=(index,), daemon=True) for index in range(self.width)]
         for each in threads:
             each.start()
         ready = list(range(self.width))

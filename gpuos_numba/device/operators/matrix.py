@@ -160,36 +160,58 @@ def make_leave_sum(m: Primitives) -> Body:
 def make_merge(m: Primitives) -> Body:
     """`merge(context, task, kind)`: add the pieces' sums, in the same order always."""
     u64, f32 = m.u64, m.f32
-    thread_index, block_width, load_f32 = m.thread_index, m.block_width, m.load_f32
+    thread_index, block_width = m.thread_index, m.block_width
+    load_f32, load_f32x4 = m.load_f32, m.load_f32x4
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
     address_of, finish = make_address_of(m), make_finish(m)
     COUNT, PIECES, WORKSPACE = u64(offset("count")), u64(PIECES_AT), u64(OUTPUT + 1)
-    ZERO, ONE, TWO, THREE, FOUR = u64(0), u64(1), u64(2), u64(3), u64(4)
+    ZERO, ONE, TWO, THREE, FOUR, FIFTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 15))
     NOTHING = f32(0)
+
+    def add4(t: Any, v: Any) -> Any:
+        return t[0] + v[0], t[1] + v[1], t[2] + v[2], t[3] + v[3]
+
+    add4 = m.device(add4)
 
     def merge(context: Any, task: Any, kind: Any) -> None:
         rows = load_task_u64(task + COUNT)
         pieces = load_task_u32(task + PIECES)
         step = rows << TWO
+        sums = address_of(task, WORKSPACE)
         row = thread_index()
-        while row < rows:
-            at = address_of(task, WORKSPACE) + (row << TWO)
-            total = NOTHING
-            piece = ZERO
-            while piece + THREE < pieces:
-                a = load_f32(at)
-                b = load_f32(at + step)
-                c = load_f32(at + step + step)
-                d = load_f32(at + step + step + step)
-                total += (a + b) + (c + d)
-                at += step << TWO
-                piece += FOUR
-            while piece < pieces:
-                total += load_f32(at)
-                at += step
-                piece += ONE
-            finish(context, task, kind, row, total)
-            row += block_width()
+        if (sums | step) & FIFTEEN == ZERO:
+            row <<= TWO
+            while row < rows:
+                at = sums + (row << TWO)
+                t = NOTHING, NOTHING, NOTHING, NOTHING
+                piece = ZERO
+                while piece + THREE < pieces:
+                    a, b = load_f32x4(at), load_f32x4(at + step)
+                    at += step + step
+                    c, d = load_f32x4(at), load_f32x4(at + step)
+                    at += step + step
+                    t = add4(t, add4(add4(a, b), add4(c, d)))
+                    piece += FOUR
+                while piece < pieces:
+                    t = add4(t, load_f32x4(at))
+                    at += step
+                    piece += ONE
+                finish(context, task, kind, row, t[0])
+                finish(context, task, kind, row + ONE, t[1])
+                finish(context, task, kind, row + TWO, t[2])
+                finish(context, task, kind, row + THREE, t[3])
+                row += block_width() << TWO
+        else:
+            while row < rows:
+                at = sums + (row << TWO)
+                total = NOTHING
+                piece = ZERO
+                while piece < pieces:
+                    total += load_f32(at)
+                    at += step
+                    piece += ONE
+                finish(context, task, kind, row, total)
+                row += block_width()
 
     return m.device(merge)
 
@@ -248,14 +270,26 @@ def make_load_pairs4(m: Primitives) -> Body:
     return m.device(load_pairs4)
 
 
+@functools.cache
+def make_load_pairs2(m: Primitives) -> Body:
+    """`load_pairs2(address, step)`: two of them."""
+    load_pair = m.load_pair
+
+    def load_pairs2(address: Any, step: Any) -> Any:
+        return load_pair(address), load_pair(address + step)
+
+    return m.device(load_pairs2)
+
+
 # --- ROWS ---
 
 
 def make_rows(m: Primitives) -> Body:
     """Dot products of a matrix's rows with one vector.
 
-    A team is a power of two of threads. It takes four rows at once, 16 bytes of each a thread and four such
-    chunks together: 16 loads of the matrix in flight. At the matrix's end rows are taken twice, not stored.
+    A team is a power of two of threads. It takes four rows at once, 16 bytes of each a thread. Two such
+    chunks of each row are multiplied while the next two fly: 8 to 16 loads of the matrix in flight. At the
+    matrix's end rows are taken twice, not stored.
     """
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
@@ -265,7 +299,7 @@ def make_rows(m: Primitives) -> Body:
     bits_f32, f16_to_f32, bf16_to_f32 = m.bits_f32, m.f16_to_f32, m.bf16_to_f32
     dtype_of, stride_of, base_of = make_dtype_of(m), make_stride_of(m), make_base_of(m)
     is_merging, merge, share_k = make_is_merging(m), make_merge(m), make_share_k(m)
-    itemsize, leave_sum, load_pairs4 = make_itemsize(m), make_leave_sum(m), make_load_pairs4(m)
+    itemsize, leave_sum, load_pairs2 = make_itemsize(m), make_leave_sum(m), make_load_pairs2(m)
     chunk_count, spread, fill8 = make_chunk_count(m), make_spread_f32(m), make_fill8(m)
 
     COUNT, K, ROWS_WORD, PARTS, MATRIX = (
@@ -392,17 +426,22 @@ def make_rows(m: Primitives) -> Body:
                 at = (begin + part * chunk) * size
                 stop = done * size
                 leap = parts * SIXTEEN
-                while at + THREE * leap < stop:
-                    y = load_pairs4(x + at, leap)
-                    a = load_pairs4(p + at, leap)
-                    b = load_pairs4(q + at, leap)
-                    c = load_pairs4(r + at, leap)
-                    d = load_pairs4(s + at, leap)
-                    t = step(kind, y[0], a[0], b[0], c[0], d[0], t)
-                    t = step(kind, y[1], a[1], b[1], c[1], d[1], t)
-                    t = step(kind, y[2], a[2], b[2], c[2], d[2], t)
-                    t = step(kind, y[3], a[3], b[3], c[3], d[3], t)
-                    at += leap * FOUR
+                if at + leap < stop:
+                    a, b = load_pairs2(p + at, leap), load_pairs2(q + at, leap)
+                    c, d = load_pairs2(r + at, leap), load_pairs2(s + at, leap)
+                    y = x + at
+                    at += leap + leap
+                    while at + leap < stop:
+                        a_next, b_next = load_pairs2(p + at, leap), load_pairs2(q + at, leap)
+                        c_next, d_next = load_pairs2(r + at, leap), load_pairs2(s + at, leap)
+                        # The vector comes from L1: other warps read it too.
+                        t = step(kind, load_pair(y), a[0], b[0], c[0], d[0], t)
+                        t = step(kind, load_pair(y + leap), a[1], b[1], c[1], d[1], t)
+                        a, b, c, d = a_next, b_next, c_next, d_next
+                        y = x + at
+                        at += leap + leap
+                    t = step(kind, load_pair(y), a[0], b[0], c[0], d[0], t)
+                    t = step(kind, load_pair(y + leap), a[1], b[1], c[1], d[1], t)
                 while at < stop:
                     y0 = load_pair(x + at)
                     a0, b0, c0, d0 = (
@@ -478,7 +517,7 @@ def make_columns(m: Primitives) -> Body:
 
     The matrix arrives as [k, rows]: the outputs are its columns. Where they are neighbours a thread takes 16
     bytes of them, otherwise one. `width` threads side by side read neighbouring columns, and the block's
-    teams of so many share k. A thread has 8 of its k in flight, or 16.
+    teams of so many share k. A thread has 16 of its k in flight.
     """
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
@@ -649,21 +688,19 @@ def make_columns(m: Primitives) -> Body:
                     at += j * step
                     y = x + j * x_step
                     while j + FIFTEEN * teams < end:
-                        v0 = load_pairs4(at, leap)
-                        v1 = load_pairs4(at + leap * FOUR, leap)
-                        v2 = load_pairs4(at + leap * EIGHT, leap)
-                        v3 = load_pairs4(at + leap * (EIGHT + FOUR), leap)
-                        x0 = load_bits4(kind, y, x_leap)
-                        x1 = load_bits4(kind, y + x_leap * FOUR, x_leap)
-                        x2 = load_bits4(kind, y + x_leap * EIGHT, x_leap)
-                        x3 = load_bits4(kind, y + x_leap * (EIGHT + FOUR), x_leap)
+                        v0, v1 = load_pairs4(at, leap), load_pairs4(at + leap * FOUR, leap)
+                        at += leap << THREE
+                        v2, v3 = load_pairs4(at, leap), load_pairs4(at + leap * FOUR, leap)
+                        at += leap << THREE
+                        x0, x1 = load_bits4(kind, y, x_leap), load_bits4(kind, y + x_leap * FOUR, x_leap)
+                        y += x_leap << THREE
+                        x2, x3 = load_bits4(kind, y, x_leap), load_bits4(kind, y + x_leap * FOUR, x_leap)
+                        y += x_leap << THREE
                         t = add_rows4(kind, v0, x0, t)
                         t = add_rows4(kind, v1, x1, t)
                         t = add_rows4(kind, v2, x2, t)
                         t = add_rows4(kind, v3, x3, t)
                         j += teams << FOUR
-                        at += leap << FOUR
-                        y += x_leap << FOUR
                     while j + THREE * teams < end:
                         v0 = load_pairs4(at, leap)
                         x0 = load_bits4(kind, y, x_leap)
@@ -1016,8 +1053,8 @@ ALONE: Final = 16 * 1024
 SHARE: Final = 16 * 1024
 """Least elements of the matrix that are worth a tile of their own."""
 
-PLENTY: Final = 256 * 1024
-"""Elements of a tile above which there are several a block, so that blocks that end early take more."""
+HAND_OUT: Final = 48 * 1024
+"""Bytes that a block reads in the time that it takes to hand it a tile, about 1.5 µs."""
 
 PIECE: Final = 256
 """Least k of a piece."""
@@ -1026,7 +1063,10 @@ MERGED: Final = 32 * 1024
 """Most partial sums that one block adds up in the end."""
 
 LINE: Final = 128
-"""Bytes of a matrix's row that neighbouring threads of COLUMNS read together."""
+"""Bytes of a row of the matrix that neighbouring threads of COLUMNS read together: a line of L2."""
+
+SECTORS: Final = 64
+"""The same where it spares splitting k: half a line."""
 
 EXTENT: Final = 1 << 32
 
@@ -1131,7 +1171,7 @@ def _walks(
     """Walks of a, b, bias and the output, in this order; None where all are row-major."""
     if all(each is None or _is_plain(*each) for each in operands):
         return None
-    walks = []
+    walks: list[Walk | None] = []
     for each in operands:
         if each is None:
             walks.append(None)
@@ -1150,13 +1190,19 @@ def _power_of_two(least: int) -> int:
 
 
 def share_tiles(elements: int, blocks: int) -> int:
-    """How many tiles share a matrix of so many elements: one a block, more only where each has plenty."""
-    if elements <= ALONE:
-        return 1
-    wanted = min(blocks, elements // SHARE)
-    if elements > blocks * PLENTY:
-        wanted = min(4 * blocks, elements // PLENTY)
-    return max(1, wanted)
+    """How many tiles a matrix of so many elements is worth, at most one a block."""
+    return 1 if elements <= ALONE else max(1, min(blocks, elements // SHARE))
+
+
+def share_units(units: int, unit_bytes: int, blocks: int) -> int:
+    """How many tiles share so many units of work on all blocks: few, but so that all blocks end together."""
+
+    def duration(mine: int) -> int:
+        return math.ceil(math.ceil(units / mine) / blocks) * (mine * unit_bytes + HAND_OUT)
+
+    most = -(-units // min(units, blocks))
+    mine = min(range(-(-units // (4 * blocks)), most + 1), key=duration)
+    return -(-units // mine)
 
 
 def share_k(wanted: int, units: int, k: int, rows: int) -> int:
@@ -1181,15 +1227,23 @@ def _plan_vector(name: str, dtype: DType, product: Product, swapped: bool, block
         team = min(_power_of_two(-(-k // (4 * per_chunk))), 256)
         team = min(team, max(32, _power_of_two(256 * wanted // groups)))
         units = -(-groups // max(1, 256 // team))
-        width, kernel = team, _ROWS
+        kernel, width = _ROWS, team
         matrix = (*batch, rows, max(k, 1)), (*left.batch, left.first, left.second)
     else:
-        chunks = -(-rows // per_chunk) if row_step == 1 else rows
-        width, kernel = min(_power_of_two(chunks), LINE // 16 if row_step == 1 else 32), _COLUMNS
+        kernel, width = _COLUMNS, 32
+        if row_step == 1:
+            line = LINE
+            if 2 * batches * -(-rows * size // LINE) <= wanted:
+                line = SECTORS
+            width = min(_power_of_two(-(-rows // per_chunk)), line // 16)
         units = batches * -(-rows // (width * per_chunk))
         matrix = (*batch, max(k, 1), rows), (*left.batch, left.second, left.first)
     pieces = share_k(wanted, units, k, batches * rows)
-    tiles = min(wanted, units) * pieces
+    tiles = units
+    if pieces == 1:
+        tiles = min(wanted, units)
+        if wanted == blocks < units:
+            tiles = share_units(units, batches * rows * k * size // units, blocks)
     vector = (*batch, max(k, 1)), (*right.batch, right.first)
     operands = [
         *((vector, matrix) if swapped else (matrix, vector)),
@@ -1199,7 +1253,7 @@ def _plan_vector(name: str, dtype: DType, product: Product, swapped: bool, block
     return Plan(
         kernel.op_id,
         batches * rows,
-        tiles,
+        tiles * pieces,
         _walks(name, dtype, operands),
         pack("QIIII", k, rows, width, pieces, int(swapped)),
         merge=pieces > 1,
@@ -1446,10 +1500,12 @@ def _operator(
         dtype, given = draw.choice(FLOATS), {each.name: draw.choice([False, True]) for each in parameters}
         a = (k, rows) if given.get("transpose_a") else (rows, k)
         b = (cols, k) if given.get("transpose_b") else (k, cols)
-        a, b = (k,) if name == "vecmat" else a, (k,) if name == "matvec" else b
         inputs = [
             _sprinkle(draw, draw.array(shape, dtype, draw.choice(["finite", "small"])))
-            for shape in ((*batch_a, *a), (*batch_b, *b))
+            for shape in (
+                (*batch_a, *((k,) if name == "vecmat" else a)),
+                (*batch_b, *((k,) if name == "matvec" else b)),
+            )
         ]
         whole = np.broadcast_shapes(batch_a, batch_b)
         result = (*whole, *((rows,) if name != "vecmat" else ()), *((cols,) if name != "matvec" else ()))
