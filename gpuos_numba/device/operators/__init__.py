@@ -9,7 +9,7 @@ import numpy as np
 
 from ...descriptor import DType
 from ...machines.base import Body, Primitives
-from . import cache, elementwise, mask, movement, norm, reduce, rope, softmax
+from . import cache, elementwise, mask, matrix, movement, norm, reduce, rope, softmax
 from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
@@ -52,6 +52,7 @@ FAMILIES: Final = (
     mask.OPERATORS,
     movement.OPERATORS,
     cache.OPERATORS,
+    matrix.OPERATORS,
 )
 
 TABLE: Final = MappingProxyType({operator.name: operator for family in FAMILIES for operator in family})

@@ -21,6 +21,7 @@ from ...errors import ArgumentError
 from ...machines.base import Body, Primitives
 from ...protocol import ARENA_BYTES
 from ...shapes import aligned_strides, collapse
+from ..angles import make_turn
 from ..chunks import make_load_raw8, make_spread_f32, make_store8, make_unpack8
 from ..elements import make_element_address, make_itemsize, make_load_f32, make_load_i64
 from ..moves import make_load_bits, make_store_bits
@@ -51,38 +52,6 @@ PAIRS: Final = ARENA_BYTES // 8 - 8
 """Cosines and sines that a block keeps; a chunk of eight may read seven more, which it does not use."""
 SINES: Final = ARENA_BYTES // 2
 """Where in the arena the sines begin."""
-
-
-def make_turn(m: Primitives) -> Body:
-    """`turn(turns)` -> (cosine, sine) of turns / 2^64 of a full turn."""
-    u64, f32 = m.u64, m.f32
-    EIGHTH, QUARTER_BITS, TO_QUADRANT = u64(1 << 61), u64((1 << 62) - 1), u64(62)
-    HALF_QUARTER, SCALE = np.int64(1 << 61), f32(2 * math.pi / 2**64)
-    ZERO, ONE, TWO = u64(0), u64(1), u64(2)
-    # Cephes' polynomials for |angle| <= pi / 4: right to 2^-24.
-    S1, S2, S3 = f32(-1.6666654611e-1), f32(8.3321608736e-3), f32(-1.9515295891e-4)
-    C1, C2, C3 = f32(4.166664568298827e-2), f32(-1.388731625493765e-3), f32(2.443315711809948e-5)
-    HALF, UNIT = f32(0.5), f32(1)
-
-    def turn(turns: Any) -> Any:
-        turns += EIGHTH
-        quadrant = turns >> TO_QUADRANT
-        angle = f32(np.int64(turns & QUARTER_BITS) - HALF_QUARTER) * SCALE
-        square = angle * angle
-        across = angle + angle * square * (S1 + square * (S2 + square * S3))
-        along = (UNIT - HALF * square) + square * square * (C1 + square * (C2 + square * C3))
-        cosine = along
-        sine = across
-        if quadrant & ONE != ZERO:
-            cosine = across
-            sine = along
-        if (quadrant + ONE) & TWO != ZERO:
-            cosine = -cosine
-        if quadrant & TWO != ZERO:
-            sine = -sine
-        return cosine, sine
-
-    return m.device(turn)
 
 
 def make_rope(m: Primitives) -> Body:

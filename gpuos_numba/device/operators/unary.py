@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...machines.base import Body, Primitives
+from ..angles import make_cosine, make_sine
 from .functions import GOOD, TINY, Array, Function, wide
 from .table import Parameter, Tolerance
 
@@ -172,7 +173,7 @@ def make_log1p(m: Primitives) -> Body:
 
 
 def make_sin(m: Primitives) -> Body:
-    sin_of = math.sin
+    sin_of = make_sine(m)
 
     def sin(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         return sin_of(x)
@@ -181,7 +182,7 @@ def make_sin(m: Primitives) -> Body:
 
 
 def make_cos(m: Primitives) -> Body:
-    cos_of = math.cos
+    cos_of = make_cosine(m)
 
     def cos(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         return cos_of(x)
