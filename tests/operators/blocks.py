@@ -112,7 +112,7 @@ class Block:
     def device(self, body: Any) -> Any:
         return body
 
-    def external(self, symbol: str, make: Any) -> Any:
+    def external(self, symbol: str, make: Any, arity: int = 3) -> Any:
         return make(self)
 
     def out_of_line(self) -> None:

@@ -1066,7 +1066,7 @@ LINE: Final = 128
 """Bytes of a row of the matrix that neighbouring threads of COLUMNS read together: a line of L2."""
 
 SECTORS: Final = 64
-"""The same where it spares splitting k: half a line."""
+"""The same where lines are too few to share evenly: half of one, which spares splitting k."""
 
 EXTENT: Final = 1 << 32
 
@@ -1233,7 +1233,7 @@ def _plan_vector(name: str, dtype: DType, product: Product, swapped: bool, block
         kernel, width = _COLUMNS, 32
         if row_step == 1:
             line = LINE
-            if 2 * batches * -(-rows * size // LINE) <= wanted:
+            if batches * -(-rows * size // LINE) < 4 * wanted:
                 line = SECTORS
             width = min(_power_of_two(-(-rows // per_chunk)), line // 16)
         units = batches * -(-rows // (width * per_chunk))
@@ -1533,6 +1533,7 @@ def _operator(
         # about sqrt(k), and k such errors of either sign sqrt(k) times one: k * 2^-24, for k of 520 2^-15.
         # Eight times that for the worst of many sums. What cancels leaves that much beside any result.
         tolerance=Tolerance(f32=4 * 2.0**-24, atol=2.0**-12),
+        same_ok=(BIAS,),
         tiling=f"a matrix above {ALONE} elements over rows, then k; of two, over {SIDE} x {SIDE} outputs",
         cost="Reads a matrix once for a vector, and once for each 32 rows or columns of another matrix.",
         source=source,
