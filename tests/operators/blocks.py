@@ -134,6 +134,10 @@ class Block:
         assert isinstance(value, f32), type(value)
         return self._wait((value, int(mask)))[0]
 
+    def divide_u32(self, dividend: Any, divisor: Any) -> Any:
+        assert dividend < 1 << 32 and 0 < divisor < 1 << 32
+        return u64(int(dividend) // int(divisor))
+
     def divide(self, dividend: Any, divisor: Any) -> Any:
         assert isinstance(dividend, u64) and isinstance(divisor, u64)
         return dividend // divisor
