@@ -56,19 +56,19 @@ def make_tile_range(m: Primitives) -> Body:
     return m.device(tile_range)
 
 
+@functools.cache
 def make_element_address(m: Primitives) -> Body:
     """`element_address(layout, base, index)`: address of element `index` of a view, in row-major order.
 
     Strides are two's complement words: a negative one wraps to the right address.
     """
     u64 = m.u64
-    load_u64, load_u32, divide, out_of_line = m.load_u64, m.load_u32, m.divide, m.out_of_line
+    load_u64, load_u32, divide = m.load_u64, m.load_u32, m.divide
     itemsize = make_itemsize(m)
     KIND, NDIM, SHAPE = u64(layout_offset("dtype")), u64(layout_offset("ndim")), u64(layout_offset("shape"))
     STRIDES, ZERO, ONE, EIGHT = u64(layout_offset("strides")), u64(0), u64(1), u64(8)
 
     def element_address(layout: Any, base: Any, index: Any) -> Any:
-        out_of_line()
         dim = load_u32(layout + NDIM)
         steps = ZERO
         while dim > ZERO:
@@ -79,7 +79,7 @@ def make_element_address(m: Primitives) -> Body:
             index = rest
         return base + steps * itemsize(load_u32(layout + KIND))
 
-    return element_address
+    return m.device(element_address)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ one compute type, f32 or i64, whatever they are in memory. They are neighbours w
 
 An operator is a function of one element, `function(x, y, z, p, q)`: up to three operands, two scalars. On the
 CPU machine each has a body of its own. On the CUDA machine the functions of a compute type share one, and are
-found by op_id through a tree of uniform branches; long ones are called instead of inlined eight times.
+found by op_id through a tree of uniform branches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Entry:
 
     op_id: int
     make: Factory
-    inline: bool = True  # on the CUDA machine: eight times in the shared body, or called
+    long: bool = False  # much code
     divides: bool = False  # y == 0 is an error
 
 
@@ -97,8 +97,8 @@ def make_plain(m: Primitives, arity: int, make: Factory, half: bool = False) -> 
 def make_plain_shared(m: Primitives, entries: Sequence[Entry], first_binary: int, half: bool = False) -> Body:
     """The plain body of many functions; those from op_id `first_binary` on take two operands."""
     lanes = _lanes_half(m) if half else _lanes_f32(m)
-    pick = _make_tree(m, entries, lanes.count, None)
-    return _make_plain(m, lanes, pick, _make_tree(m, entries, 1, None), first_binary)
+    pick = _make_tree(m, entries, lanes.count)
+    return _make_plain(m, lanes, pick, _make_tree(m, entries, 1), first_binary)
 
 
 def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_binary: int) -> Body:
@@ -293,26 +293,12 @@ def make_typed(m: Primitives, compute: Compute, entry: Entry) -> Body:
     return _make_typed(m, compute, _make_lanes(m, function, VECTOR), entry.divides, entry.op_id)
 
 
-def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry], call: Body) -> Body:
-    """The typed body of many functions, by rising op_id; those that are not inlined come last.
-
-    `call(op, x, y, z, p, q)` is any of them. Ids of functions that divide are neighbours.
-    """
+def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry]) -> Body:
+    """The typed body of many functions, by rising op_id. Ids of functions that divide are neighbours."""
     dividing = [entry.op_id for entry in entries if entry.divides]
     assert dividing == list(range(dividing[0], dividing[0] + len(dividing))) if dividing else True
-    return _make_typed(
-        m,
-        compute,
-        _make_tree(m, entries, VECTOR, call),
-        bool(dividing),
-        dividing[0] if dividing else 0,
-        dividing[-1] if dividing else 0,
-    )
-
-
-def make_any(m: Primitives, entries: Sequence[Entry]) -> Body:
-    """`pick(op, x, y, z, p, q)` among all functions."""
-    return _make_tree(m, entries, 1, None)
+    ends = (dividing[0], dividing[-1]) if dividing else (0, 0)
+    return _make_typed(m, compute, _make_tree(m, entries, VECTOR), bool(dividing), *ends)
 
 
 def _make_offsets(m: Primitives) -> tuple[Body, Body]:
@@ -592,15 +578,12 @@ def _make_typed(
 # --- choosing a function ---
 
 
-def _make_tree(m: Primitives, entries: Sequence[Entry], lanes: int, call: Body | None) -> Body:
+def _make_tree(m: Primitives, entries: Sequence[Entry], lanes: int) -> Body:
     """`pick(op, x, y, z, p, q)`: the function of `op` over 1, 4 or 8 lanes."""
-    if call is not None and not any(entry.inline for entry in entries):
-        return _make_lanes(m, call, lanes)
     if len(entries) == 1:
         return _make_lanes(m, _make_leaf(m, entries[0].make), lanes)
     middle = len(entries) // 2
-    lower = _make_tree(m, entries[:middle], lanes, call)
-    upper = _make_tree(m, entries[middle:], lanes, call)
+    lower, upper = _make_tree(m, entries[:middle], lanes), _make_tree(m, entries[middle:], lanes)
     MIDDLE = m.u64(entries[middle].op_id)
 
     def pick(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:

@@ -75,7 +75,7 @@ def make_element_of(m: Primitives) -> Body:
     """`element_of(context, task, place, index)`: address of an element."""
     address_of, kind_of, layout_of = make_address_of(m), make_kind_of(m), make_layout_of(m)
     is_strided, itemsize = make_is_strided(m), make_itemsize(m)
-    element_address = m.external("gpuos_element_address", make_element_address)
+    element_address = make_element_address(m)
 
     def element_of(context: Any, task: Any, place: Any, index: Any) -> Any:
         if is_strided(task):

@@ -42,11 +42,6 @@ class Primitives(Protocol):
     def device(self, body: Body, /) -> Body:
         """Decorator for helpers that bodies call; inlined on CUDA."""
 
-    def external(self, symbol: str, make: Callable[[Any], Body], arity: int = 3, /) -> Body:
-        """A helper of `arity` u64 that returns u64, compiled once and called: for code too long to inline."""
-
-    out_of_line: Primitive  # () said in a body: calls of it stay calls
-
     # Who am I
     thread_index: Primitive  # () -> u64, within the block
     block_width: Primitive  # () -> u64, threads of the block; 1 on the CPU

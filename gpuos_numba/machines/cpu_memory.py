@@ -6,7 +6,6 @@ x86 and Arm give each named ordering at least the strength that the CUDA machine
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -166,16 +165,6 @@ load_word, load_long, store_word, store_long = load_u32, load_u64, store_u32, st
 def device(body: Any) -> Any:
     """Compile a helper that bodies call."""
     return njit(nogil=True, error_model="numpy")(body)
-
-
-@njit(nogil=True, inline="always")
-def out_of_line():
-    pass
-
-
-def external(symbol: str, make: Any, arity: int = 3) -> Any:
-    """A helper too long to inline into every operator."""
-    return device(make(sys.modules[__name__]))
 
 
 @njit(nogil=True, inline="always")

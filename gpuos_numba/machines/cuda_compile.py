@@ -30,9 +30,7 @@ from numba.cuda import dispatcher as numba_dispatcher
 from numba.cuda import types
 
 from ..device import switch
-from ..device.elements import make_element_address
 from ..device.operators import KERNELS, elementwise
-from ..device.operators.elementwise import CALLED
 from ..device.operators.table import Kernel
 from ..device.pump import make_pump
 from ..device.worker import make_worker
@@ -48,11 +46,6 @@ m: Any = cuda_memory
 KERNEL, PUMP, WORKER = "gpuos_executor", "gpuos_pump", "gpuos_worker"
 PUMP_SIGNATURE = types.int32(*[types.uint64] * 3)
 WORKER_SIGNATURE = types.int32(*[types.uint64] * 4)
-EXTERNALS: dict[str, tuple[Callable[..., Any], int]] = {
-    "gpuos_element_address": (make_element_address, 3),
-    **{symbol: (make, 6) for symbol, make in CALLED.items()},
-}
-"""Helpers that are called, never inlined: factory and how many u64 they take."""
 OLDEST = (8, 0)
 """sm_80: cp.async, and nanosleep and scoped memory operations before it."""
 
@@ -135,10 +128,7 @@ def compile_kernel(kernel: Kernel, capability: tuple[int, int], output: str = "p
 
 
 def compile_switch(kernels: Sequence[Kernel], capability: tuple[int, int], output: str = "ptx") -> Any:
-    externals = {
-        kernel.symbol: cuda.declare_device(kernel.symbol, m.OPERATOR_SIGNATURE, abi="c") for kernel in kernels
-    }
-    body = switch.build(kernels, externals)
+    body = switch.build(kernels, {kernel.symbol: _declare(kernel.symbol) for kernel in kernels})
     return _compile(body, m.DISPATCH_SIGNATURE, m.DISPATCH_SYMBOL, capability, output)
 
 
@@ -146,21 +136,17 @@ def compile_pump(capability: tuple[int, int], output: str = "ptx") -> Any:
     return _compile(_returning_status(make_pump(m)), PUMP_SIGNATURE, PUMP, capability, output)
 
 
-class _HotFirst:
-    """The CUDA primitives, with the hottest body inlined where the worker dispatches.
-
-    A call costs about 100 ns a task, and to hold registers across it more.
-    """
+class _WithSwitch:
+    """The CUDA primitives, with the switch and its hottest body inlined where the worker dispatches."""
 
     def __init__(self) -> None:
-        first, count, make = elementwise.HOT
-        plain, call = m.device(make(m)), m.dispatch
-        FIRST, COUNT = m.u64(first), m.u64(count)
+        kernels = tuple(KERNELS.values())
+        bodies = {kernel.symbol: _declare(kernel.symbol) for kernel in kernels}
+        bodies[switch.HOT] = m.device(elementwise.make_hot(m))
+        called = m.device(switch.build(kernels, bodies))
 
         def dispatch(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
-            if op_id - FIRST < COUNT:
-                return plain(context, task, tile, arena)
-            return call(context, op_id, task, tile, arena)
+            return called(context, op_id, task, tile, arena)
 
         self.dispatch = m.device(dispatch)
 
@@ -168,8 +154,12 @@ class _HotFirst:
         return getattr(m, name)
 
 
+def _declare(symbol: str) -> Any:
+    return cuda.declare_device(symbol, m.OPERATOR_SIGNATURE, abi="c")
+
+
 def compile_worker(capability: tuple[int, int], output: str = "ptx") -> Any:
-    primitives = m if output == "ltoir" else cast("Any", _HotFirst())
+    primitives = m if output == "ltoir" else cast("Any", _WithSwitch())
     body = _returning_status(make_worker(primitives))
     return _compile(body, WORKER_SIGNATURE, WORKER, capability, output)
 
@@ -207,7 +197,7 @@ def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx"
 def part_symbols() -> tuple[str, ...]:
     """All that is linked."""
     kernels = dict.fromkeys(kernel.symbol for kernel in KERNELS.values())
-    return (KERNEL, PUMP, WORKER, m.DISPATCH_SYMBOL, *EXTERNALS, *kernels)
+    return (KERNEL, PUMP, WORKER, m.DISPATCH_SYMBOL, *kernels)
 
 
 def compile_part(symbol: str, threads: int, output: str) -> Any:
@@ -220,9 +210,6 @@ def compile_part(symbol: str, threads: int, output: str) -> Any:
         return compile_worker(OLDEST, output)
     if symbol == m.DISPATCH_SYMBOL:
         return compile_switch(tuple(KERNELS.values()), OLDEST, output)
-    if symbol in EXTERNALS:
-        make, arity = EXTERNALS[symbol]
-        return _compile(make(m), m.external_signature(arity), symbol, OLDEST, output)
     kernel = next(kernel for kernel in KERNELS.values() if kernel.symbol == symbol)
     return compile_kernel(kernel, OLDEST, output)
 

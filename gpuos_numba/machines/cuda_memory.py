@@ -29,27 +29,6 @@ def device(body: Any) -> Any:
     return cuda.jit(device=True, forceinline=True)(body)
 
 
-def external_signature(arity: int) -> Any:
-    """That of a helper that is linked."""
-    return types.uint64(*[types.uint64] * arity)
-
-
-def external(symbol: str, make: Any, arity: int = 3) -> Any:
-    """A helper too long to inline: compiled alone and linked, see cuda_compile.EXTERNALS."""
-    return cuda.declare_device(symbol, external_signature(arity), abi="c")
-
-
-@intrinsic
-def out_of_line(typingctx):
-    """Said in a body: calls of it stay calls, also when linking inlines everything else."""
-
-    def codegen(context, builder, signature, args):
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
 def _load(ptx: str) -> Any:
     @intrinsic
     def load(typingctx, address):

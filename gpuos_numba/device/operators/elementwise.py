@@ -101,7 +101,7 @@ _UNARY: Final = ("copy", "neg", "relu", "exp", "tanh", "sigmoid", "silu", "gelu"
 _BINARY: Final = ("add", "sub", "mul", "div", "maximum", "minimum")
 _PLAIN: Final = [f for name in (*_UNARY, *_BINARY) for f in _ALL if f.name == name]
 
-# Too long for the CUDA machine to inline eight times: called, which costs a task a microsecond.
+# On the CUDA machine in a body of their own.
 _LONG: Final = frozenset(
     ("expm1", "log", "log1p", "sin", "cos", "erf", "softplus", "elu", "floor_divide", "remainder", "pow")
 )
@@ -118,57 +118,21 @@ assert len(_F32) <= I64_IDS - F32_IDS
 assert len(_I64) <= TRUNCATE_ID - I64_IDS
 
 _plain_entries: Final = [Entry(PLAIN_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
-_f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.name not in _LONG) for i, f in enumerate(_F32) if f.f32]
+_f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.name in _LONG) for i, f in enumerate(_F32) if f.f32]
 _i64_entries: Final = [
-    Entry(I64_IDS + i, f.i64, f.name not in _LONG, f.divides) for i, f in enumerate(_I64) if f.i64
+    Entry(I64_IDS + i, f.i64, f.name in _LONG, f.divides) for i, f in enumerate(_I64) if f.i64
 ]
 _half_entries: Final = [Entry(HALF_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
 
 
-def make_any_f32(m: Primitives) -> Body:
-    """Every f32 function behind one call: `(op, x, y, z, p, q) -> result`, all as bits."""
-    bits_f32, f32_bits, out_of_line = m.bits_f32, m.f32_bits, m.out_of_line
-    pick = bodies.make_any(m, _f32_entries)
+def _make_shared(long: bool, integers: bool) -> Any:
+    entries = [each for each in (_i64_entries if integers else _f32_entries) if each.long is long]
 
-    def any_f32(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
-        out_of_line()
-        return f32_bits(pick(op, bits_f32(x), bits_f32(y), bits_f32(z), bits_f32(p), bits_f32(q)))
+    def make(m: Primitives) -> Body:
+        compute = bodies.compute_i64(m) if integers else bodies.compute_f32(m)
+        return bodies.make_typed_shared(m, compute, entries)
 
-    return any_f32
-
-
-def make_any_i64(m: Primitives) -> Body:
-    """The same of i64."""
-    u64, out_of_line = m.u64, m.out_of_line
-    pick = bodies.make_any(m, _i64_entries)
-
-    def any_i64(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
-        out_of_line()
-        return u64(pick(op, np.int64(x), np.int64(y), np.int64(z), np.int64(p), np.int64(q)))
-
-    return any_i64
-
-
-CALLED: Final = {"gpuos_any_f32": make_any_f32, "gpuos_any_i64": make_any_i64}
-"""What the CUDA machine links once and calls: helpers of six u64."""
-
-
-def _make_shared_f32(m: Primitives) -> Body:
-    any_f32, bits_f32, f32_bits = m.external("gpuos_any_f32", make_any_f32, 6), m.bits_f32, m.f32_bits
-
-    def call(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
-        return bits_f32(any_f32(op, f32_bits(x), f32_bits(y), f32_bits(z), f32_bits(p), f32_bits(q)))
-
-    return bodies.make_typed_shared(m, bodies.compute_f32(m), _f32_entries, m.device(call))
-
-
-def _make_shared_i64(m: Primitives) -> Body:
-    any_i64, u64 = m.external("gpuos_any_i64", make_any_i64, 6), m.u64
-
-    def call(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
-        return np.int64(any_i64(op, u64(x), u64(y), u64(z), u64(p), u64(q)))
-
-    return bodies.make_typed_shared(m, bodies.compute_i64(m), _i64_entries, m.device(call))
+    return make
 
 
 def _make_shared_plain(m: Primitives) -> Body:
@@ -179,13 +143,21 @@ def _make_shared_half(m: Primitives) -> Body:
     return bodies.make_plain_shared(m, _half_entries, HALF_IDS + len(_UNARY), half=True)
 
 
-HOT: Final = (PLAIN_IDS, len(_PLAIN), _make_shared_plain)
-"""What is called most: its first op_id, how many there are, and the factory of their body."""
+make_hot = _make_shared_plain
+"""Factory of the body that is called most."""
 
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
 _SHARED_HALF: Final = Shared("gpuos_half", _make_shared_half)
-_SHARED_F32: Final = Shared("gpuos_typed_f32", _make_shared_f32)
-_SHARED_I64: Final = Shared("gpuos_typed_i64", _make_shared_i64)
+# By whether they are long: what is called all the time lies close together.
+_BOTH: Final = (False, True)
+_SHARED_F32: Final = {
+    long: Shared(f"gpuos_{'long' if long else 'typed'}_f32", _make_shared(long, False))
+    for long in (False, True)
+}
+_SHARED_I64: Final = {
+    long: Shared(f"gpuos_{'long' if long else 'typed'}_i64", _make_shared(long, True))
+    for long in (False, True)
+}
 
 
 def _make_plain_kernels(half: bool, shared: Shared, first_id: int) -> dict[str, Kernel]:
@@ -198,11 +170,11 @@ def _make_plain_kernels(half: bool, shared: Shared, first_id: int) -> dict[str, 
     return kernels
 
 
-def _make_typed_kernel(entry: Entry, name: str, compute: Any, shared: Shared) -> Kernel:
+def _make_typed_kernel(entry: Entry, name: str, compute: Any, shared: dict[bool, Shared]) -> Kernel:
     def make(m: Primitives) -> Body:
         return bodies.make_typed(m, compute(m), entry)
 
-    return Kernel(entry.op_id, name, make, shared)
+    return Kernel(entry.op_id, name, make, shared[entry.long])
 
 
 _PLAIN_KERNELS: Final = _make_plain_kernels(False, _SHARED_PLAIN, PLAIN_IDS)

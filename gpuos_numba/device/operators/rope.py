@@ -60,7 +60,7 @@ def make_rope(m: Primitives) -> Body:
     load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
     load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
     store_pair, bits_f32 = m.store_pair, m.bits_f32
-    element_address = m.external("gpuos_element_address", make_element_address)
+    element_address = make_element_address(m)
     address_of, kind_of, layout_of = make_address_of(m), make_kind_of(m), make_layout_of(m)
     is_strided, element_of, itemsize = make_is_strided(m), make_element_of(m), make_itemsize(m)
     load_i64, load_element_f32, turn = make_load_i64(m), make_load_f32(m), make_turn(m)

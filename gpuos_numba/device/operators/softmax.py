@@ -64,7 +64,7 @@ def make_softmax(m: Primitives) -> Body:
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, divide = m.thread_index, m.block_width, m.warp_width, m.divide
     load_u64, load_u32 = m.load_u64, m.load_u32
-    element_address = m.external("gpuos_element_address", make_element_address)
+    element_address = make_element_address(m)
     itemsize, chunk_count, fill8 = make_itemsize(m), make_chunk_count(m), make_fill8(m)
     load_raw8, unpack8, load8 = make_load_raw8(m), make_unpack8(m), make_load8(m)
     store_vector, store8 = make_store_f32x8(m), make_store8(m)
