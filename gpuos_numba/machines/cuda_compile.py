@@ -280,7 +280,7 @@ def assemble(ptx: str, capability: tuple[int, int], threads: int, ptxas: str) ->
 
 
 @functools.cache
-def build(capability: tuple[int, int], threads: int = 256, link: str = "lto") -> Generation:
+def build(capability: tuple[int, int], threads: int = 256, link: str = "objects") -> Generation:
     """The executor with the operators of the table, once a process; from the cache where it was built before.
 
     Raises:
