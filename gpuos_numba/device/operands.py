@@ -137,3 +137,22 @@ def make_place(m: Primitives) -> Body:
         return element_of(context, task, place, index + j)
 
     return m.device(place_of)
+
+
+@functools.cache
+def make_access(m: Primitives, strided: bool) -> tuple[Body, Body]:
+    """`element_of` and `step_of` of a body that is compiled for strided tasks alone, or for others alone.
+
+    A body that never calls saves no registers when it is called itself: a small task can be much faster.
+    """
+    if strided:
+        return make_element_of(m), make_step_of(m)
+    address_of, kind_of, itemsize = make_address_of(m), make_kind_of(m), make_itemsize(m)
+
+    def element_of(context: Any, task: Any, place: Any, index: Any) -> Any:
+        return address_of(task, place) + index * itemsize(kind_of(task, place))
+
+    def step_of(context: Any, task: Any, place: Any, length: Any) -> Any:
+        return itemsize(kind_of(task, place))
+
+    return m.device(element_of), m.device(step_of)

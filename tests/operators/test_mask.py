@@ -64,7 +64,7 @@ def test_what_stays_keeps_its_bits_and_torch_agrees(runtime: gpuos.Runtime) -> N
 
 @pytest.mark.parametrize("dtype", [F32, F16, np.int8, np.int64])
 def test_tiles_cover_all(tiled: gpuos.Runtime, dtype: Any) -> None:
-    x = np.arange(100_003).astype(dtype)
+    x = (np.arange(100_003) % 2000).astype(dtype)
     testing.check(tiled, "masked_fill", x, np.arange(100_003) % 7 == 2, value=5.0)
     out = np.zeros((257, 1024), np.bool_ if dtype == np.int8 else F16 if dtype == F16 else F32)
     testing.check(tiled, "causal_mask", out=out, diagonal=3)

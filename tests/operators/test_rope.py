@@ -13,7 +13,7 @@ import pytest
 import gpuos_numba as gpuos
 from gpuos_numba import testing
 from gpuos_numba.descriptor import Status
-from gpuos_numba.device.operators import TABLE, rope
+from gpuos_numba.device.operators import TABLE
 
 F16, F32, BF16 = np.float16, np.float32, ml_dtypes.bfloat16
 NAN, INF = np.nan, np.inf
@@ -152,7 +152,7 @@ def test_a_position_outside_of_the_tables_fails_the_task(runtime: gpuos.Runtime,
     assert np.isnan(result[2]).all()
 
 
-@pytest.mark.parametrize("shape", [(300, 2, 64), (3, 50, 4, 80), (40, 33, 32), (2, 1, 4080)])
+@pytest.mark.parametrize("shape", [(300, 2, 64), (3, 50, 4, 80), (40, 33, 32), (2, 1, 4096)])
 def test_tiles_cover_all_tokens(tiled: gpuos.Runtime, shape: tuple[int, ...]) -> None:
     x = draw(*shape)
     positions = np.random.default_rng(1).integers(0, 1000, shape[:-2])
@@ -195,7 +195,3 @@ def test_it_compiles_to_vector_accesses_and_no_local_memory() -> None:
     ptx = cuda_compile.compile_kernel(TABLE["rope"].kernels[0], cuda_compile.OLDEST)
     assert "ld.global.v2.u64" in ptx and "st.global.v2.u64" in ptx
     assert not re.search(r"\b(ld|st)\.local|\.local |sin\.approx", ptx)
-
-
-def test_a_block_keeps_the_angles_of_the_widest_head() -> None:
-    assert rope.PAIRS * 4 + 28 <= rope.SINES

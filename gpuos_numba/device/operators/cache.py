@@ -28,30 +28,21 @@ from ..elements import (
     make_tile_range,
 )
 from ..moves import make_load_unit, make_store_unit
-from ..operands import (
-    OUTPUT,
-    make_address_of,
-    make_element_of,
-    make_is_strided,
-    make_kind_of,
-    make_step_of,
-)
+from ..operands import OUTPUT, make_access, make_address_of, make_kind_of
 from ..reductions import AREA_BYTES, make_group_max, make_larger
 from .movement import ANY, SELECT, infer_select, plan_select, refuse_other, spec_index_select
-from .planning import TILE, fits_vectors, tile_count, walk, walk_flat
+from .planning import STRIDED_IDS, TILE, both_ways, fits_vectors, tile_count, walk, walk_flat
 from .table import (
     CACHE_IDS,
     FLOATS,
     INDICES,
     Draw,
     Example,
-    Kernel,
     Operand,
     Operator,
     Parameter,
     Plan,
     Result,
-    Shared,
     Tolerance,
     infer_nothing,
     pack,
@@ -65,7 +56,7 @@ SKIP: Final = -1
 """A slot or position that stores nothing."""
 
 
-def make_store_rows(m: Primitives) -> Body:
+def make_store_rows(m: Primitives, strided: bool) -> Body:
     """The body of kv_update and kv_append: a row of k and of v each to row `index` of their caches.
 
     The caches are [outer, extent] rows, and k and v [outer, queries] rows; a paged cache has outer = 1.
@@ -73,7 +64,7 @@ def make_store_rows(m: Primitives) -> Body:
     u64 = m.u64
     thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
     itemsize, tile_range, load_i64 = make_itemsize(m), make_tile_range(m), make_load_i64(m)
     load_unit, store_unit = make_load_unit(m), make_store_unit(m)
 
@@ -146,11 +137,11 @@ def make_store_rows(m: Primitives) -> Body:
     return store_rows
 
 
-def make_gather_blocks(m: Primitives) -> Body:
+def make_gather_blocks(m: Primitives, strided: bool) -> Body:
     u64 = m.u64
     thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
     itemsize, tile_range, load_i64 = make_itemsize(m), make_tile_range(m), make_load_i64(m)
     load_unit, store_unit = make_load_unit(m), make_store_unit(m)
 
@@ -220,13 +211,13 @@ def make_gather_blocks(m: Primitives) -> Body:
     return gather_blocks
 
 
-def make_prefix_match(m: Primitives) -> Body:
+def make_prefix_match(m: Primitives, strided: bool) -> Body:
     """A row at a time, for the whole block: threads stop behind the first difference that any has found."""
     u64 = m.u64
     thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
     load_task_u64, load_task_u32, divide = m.load_task_u64, m.load_task_u32, m.divide
     load_u32, store_u32, shared_min_u32, store_long = m.load_u32, m.store_u32, m.shared_min_u32, m.store_long
-    kind_of, element_of, step_of = make_kind_of(m), make_element_of(m), make_step_of(m)
+    kind_of, (element_of, step_of) = make_kind_of(m), make_access(m, strided)
     load_i64 = make_load_i64(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
@@ -288,13 +279,13 @@ def make_prefix_match(m: Primitives) -> Body:
     return prefix_match
 
 
-def make_quantize(m: Primitives) -> Body:
+def make_quantize(m: Primitives, strided: bool) -> Body:
     """A row a warp, or a row at a time for the block where few or long: its scale, then its codes."""
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, divide = m.thread_index, m.block_width, m.warp_width, m.divide
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
     store_f32, store_u8, round_even = m.store_f32, m.store_u8, m.round_even
-    kind_of, element_of, step_of = make_kind_of(m), make_element_of(m), make_step_of(m)
+    kind_of, (element_of, step_of) = make_kind_of(m), make_access(m, strided)
     itemsize, chunk_count, fill8, load8 = make_itemsize(m), make_chunk_count(m), make_fill8(m), make_load8(m)
     max8, group_max, store_i64x8 = make_max8(m), make_group_max(m), make_store_i64x8(m)
     larger = make_larger(m)
@@ -434,12 +425,12 @@ def make_quantize(m: Primitives) -> Body:
     return quantize
 
 
-def make_dequantize(m: Primitives) -> Body:
+def make_dequantize(m: Primitives, strided: bool) -> Body:
     u64, f32 = m.u64, m.f32
     thread_index, block_width, divide, load_f32 = m.thread_index, m.block_width, m.divide, m.load_f32
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
-    is_strided, tile_range = make_is_strided(m), make_tile_range(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
+    tile_range = make_tile_range(m)
     load_i64, load_i64x8 = make_load_i64(m), make_load_i64x8(m)
     store_element, store_f32x8 = make_store_f32(m), make_store_f32x8(m)
 
@@ -451,7 +442,7 @@ def make_dequantize(m: Primitives) -> Body:
     def dequantize(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         kind = kind_of(task, OUT)
         length = load_task_u64(task + SCALARS)
-        vector = not is_strided(task) and (address_of(task, OUT) & FIFTEEN) | (length & SEVEN) == ZERO
+        vector = not strided and (address_of(task, OUT) & FIFTEEN) | (length & SEVEN) == ZERO
         vector = vector and address_of(task, CODES) & SEVEN == ZERO
         lanes = ONE
         if vector:
@@ -486,7 +477,7 @@ def make_dequantize(m: Primitives) -> Body:
 
 # --- plans ---
 
-_STORE: Final = Shared("gpuos_store_rows", make_store_rows)
+_STORE: Final = "gpuos_store_rows"
 ALONE: Final = 16 * 1024
 """Elements of rows up to which one block does it all."""
 
@@ -546,11 +537,12 @@ def plan_update(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
     _small("kv_update", tokens, row)
     extent = cache.shape[0] * cache.shape[1]
     fits = _fits([k, v, *outputs], row)
+    walks = _walks([*inputs, *outputs], 3)
     return Plan(
-        UPDATE_ID,
+        UPDATE_ID + (STRIDED_IDS if walks else 0),
         tokens if row else 0,
         1 if k.elements <= ALONE else tile_count(4 * k.elements, blocks),
-        _walks([*inputs, *outputs], 3),
+        walks,
         pack("QIIII", extent, row, tokens, 1, VECTORS if fits else 0),
     )
 
@@ -572,11 +564,12 @@ def plan_append(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
     if len(positions.shape) == 1:
         strides = aligned_strides(positions, (batch, queries))
         positions = Operand(positions.dtype, (batch, queries), strides, batch == 1 and positions.contiguous)
+    walks = _walks([k, v, positions, *outputs], 3)
     return Plan(
-        APPEND_ID,
+        APPEND_ID + (STRIDED_IDS if walks else 0),
         batch * heads * queries if width else 0,
         1 if k.elements <= ALONE else tile_count(4 * k.elements, blocks),
-        _walks([k, v, positions, *outputs], 3),
+        walks,
         pack(
             "QIIII", cache.shape[2], width, queries, heads, VECTORS if _fits([k, v, *outputs], width) else 0
         ),
@@ -606,11 +599,12 @@ def plan_gather(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
     fits = _fits([cache, out], row)
     # No block of a size of 0 can be named: none is there then.
     sides = (count if block_size else 0, row, length, max(1, block_size), tables.shape[1])
+    walks = _walks([*inputs, out], 3)
     return Plan(
-        GATHER_ID,
+        GATHER_ID + (STRIDED_IDS if walks else 0),
         out.shape[0] * length if row else 0,
         tile_count(out.elements, blocks),
-        _walks([*inputs, out], 3),
+        walks,
         pack("6I", *sides, VECTORS if fits else 0),
     )
 
@@ -639,7 +633,9 @@ def plan_prefix(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
     if not (tokens.contiguous and each.contiguous and outputs[0].contiguous):
         walks = (walk(tokens), walk(each), None, None, walk(outputs[0]))
     tiles = 1 if tokens.elements <= ALONE else max(1, min(rows, 4 * blocks, tokens.elements // 4096))
-    return Plan(PREFIX_ID, rows, tiles, walks, pack("QQ", length, prefix.shape[-1]))
+    return Plan(
+        PREFIX_ID + (STRIDED_IDS if walks else 0), rows, tiles, walks, pack("QQ", length, prefix.shape[-1])
+    )
 
 
 def infer_quantize(inputs: Sequence[Operand], /) -> tuple[Result, ...]:
@@ -660,7 +656,13 @@ def plan_quantize(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks:
         walks = (walk(x), None, None, None, walk(codes), walk(scales))
     groups = rows if wide else -(-rows // 8)
     tiles = 1 if x.elements <= ALONE else max(1, min(groups, 4 * blocks, x.elements // 4096))
-    return Plan(QUANTIZE_ID, rows, tiles, walks, pack("QI", length, WIDE if wide else 0))
+    return Plan(
+        QUANTIZE_ID + (STRIDED_IDS if walks else 0),
+        rows,
+        tiles,
+        walks,
+        pack("QI", length, WIDE if wide else 0),
+    )
 
 
 def infer_dequantize(inputs: Sequence[Operand], /, dtype: DType) -> tuple[Result, ...]:
@@ -683,11 +685,12 @@ def plan_dequantize(
 ) -> Plan:
     codes, scales = inputs
     length = codes.shape[-1]
+    walks = _walks([*inputs, *outputs], 2)
     return Plan(
-        DEQUANTIZE_ID,
+        DEQUANTIZE_ID + (STRIDED_IDS if walks else 0),
         scales.elements if length else 0,
         tile_count(codes.elements, blocks),
-        _walks([*inputs, *outputs], 2),
+        walks,
         pack("Q", length),
     )
 
@@ -850,7 +853,7 @@ OPERATORS: Final = (
         dtypes=ANY,
         infer=infer_nothing,
         plan=plan_update,
-        kernels=(Kernel(UPDATE_ID, "kv_update", make_store_rows, _STORE),),
+        kernels=both_ways(UPDATE_ID, "kv_update", make_store_rows, _STORE),
         spec=spec_update,
         updates=True,
         tiling=f"above {ALONE} elements of k",
@@ -868,7 +871,7 @@ OPERATORS: Final = (
         dtypes=ANY,
         infer=infer_nothing,
         plan=plan_append,
-        kernels=(Kernel(APPEND_ID, "kv_append", make_store_rows, _STORE),),
+        kernels=both_ways(APPEND_ID, "kv_append", make_store_rows, _STORE),
         spec=spec_append,
         updates=True,
         tiling=f"above {ALONE} elements of k",
@@ -886,7 +889,7 @@ OPERATORS: Final = (
         dtypes=ANY,
         infer=infer_gather,
         plan=plan_gather,
-        kernels=(Kernel(GATHER_ID, "kv_gather", make_gather_blocks),),
+        kernels=both_ways(GATHER_ID, "kv_gather", make_gather_blocks),
         spec=spec_gather,
         parameters=(Parameter("length", "int"),),
         tiling=_TILING,
@@ -905,7 +908,7 @@ OPERATORS: Final = (
         dtypes=INDICES,
         infer=infer_prefix,
         plan=plan_prefix,
-        kernels=(Kernel(PREFIX_ID, "prefix_match", make_prefix_match),),
+        kernels=both_ways(PREFIX_ID, "prefix_match", make_prefix_match),
         spec=spec_prefix,
         tiling=f"above {ALONE} tokens, over sequences",
         source="Inputs: tokens [sequences, length], prefix [sequences, length] or [length]; gives int64.",
@@ -919,7 +922,7 @@ OPERATORS: Final = (
         dtypes=FLOATS,
         infer=infer_quantize,
         plan=plan_quantize,
-        kernels=(Kernel(QUANTIZE_ID, "kv_quantize", make_quantize),),
+        kernels=both_ways(QUANTIZE_ID, "kv_quantize", make_quantize),
         spec=spec_quantize,
         tiling=f"above {ALONE} elements, over rows",
         cost="Reads a twice, the second time from a cache.",
@@ -937,7 +940,7 @@ OPERATORS: Final = (
         dtypes=(DType.I8, DType.F32),
         infer=infer_dequantize,
         plan=plan_dequantize,
-        kernels=(Kernel(DEQUANTIZE_ID, "kv_dequantize", make_dequantize),),
+        kernels=both_ways(DEQUANTIZE_ID, "kv_dequantize", make_dequantize),
         spec=spec_dequantize,
         parameters=(Parameter("dtype", "dtype", DType.F16),),
         tolerance=Tolerance(),
@@ -953,7 +956,7 @@ OPERATORS: Final = (
         dtypes=ANY,
         infer=infer_select("kv_compact", True),
         plan=plan_select("kv_compact"),
-        kernels=(SELECT,),
+        kernels=SELECT,
         spec=spec_compact,
         parameters=(Parameter("dim", "int", -2),),
         tiling=_TILING,

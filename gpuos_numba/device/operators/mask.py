@@ -19,15 +19,14 @@ from ...machines.base import Body, Primitives
 from ...shapes import broadcast_shape
 from ..elements import make_itemsize, make_tile_range
 from ..moves import make_load_bits, make_store_bits
-from ..operands import OUTPUT, make_address_of, make_element_of, make_is_strided, make_kind_of
-from .planning import TILE, tile_count, walk, walks_of
+from ..operands import OUTPUT, make_access, make_address_of, make_kind_of
+from .planning import STRIDED_IDS, TILE, both_ways, tile_count, walk, walks_of
 from .table import (
     ATTENTION_IDS,
     FLOATS,
     INTS,
     Draw,
     Example,
-    Kernel,
     Operand,
     Operator,
     Parameter,
@@ -44,14 +43,14 @@ CAUSAL_MASK_ID: Final = ATTENTION_IDS + 18
 ANY: Final = (*FLOATS, *INTS)
 
 
-def make_masked_fill(m: Primitives) -> Body:
+def make_masked_fill(m: Primitives, strided: bool) -> Body:
     u64 = m.u64
     thread_index, block_width = m.thread_index, m.block_width
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
     load_u8, load_u16, load_word, load_long = m.load_u8, m.load_u16, m.load_word, m.load_long
     load_pair, store_pair = m.load_pair, m.store_pair
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
-    is_strided, itemsize, tile_range = make_is_strided(m), make_itemsize(m), make_tile_range(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
+    itemsize, tile_range = make_itemsize(m), make_tile_range(m)
     load_bits, store_bits = make_load_bits(m), make_store_bits(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
@@ -105,7 +104,7 @@ def make_masked_fill(m: Primitives) -> Body:
             end = count
         index = begin + thread_index()
         width = block_width()
-        if is_strided(task):
+        if strided:
             while index < end:
                 bits = value
                 if load_u8(element_of(context, task, MASK, index)) == ZERO:
@@ -142,12 +141,12 @@ def make_masked_fill(m: Primitives) -> Body:
     return masked_fill
 
 
-def make_causal_mask(m: Primitives) -> Body:
+def make_causal_mask(m: Primitives, strided: bool) -> Body:
     u64 = m.u64
     thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
     load_task_u64, load_task_u32, store_pair = m.load_task_u64, m.load_task_u32, m.store_pair
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
-    is_strided, itemsize, tile_range = make_is_strided(m), make_itemsize(m), make_tile_range(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
+    itemsize, tile_range = make_itemsize(m), make_tile_range(m)
     store_bits = make_store_bits(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
@@ -181,7 +180,7 @@ def make_causal_mask(m: Primitives) -> Body:
         inside = ZERO
         if kind == BOOL:
             inside = TRUES
-        vector = not is_strided(task) and (out | (length * size)) & FIFTEEN == ZERO
+        vector = not strided and (out | (length * size)) & FIFTEEN == ZERO
         unit = ONE
         lanes = ONE
         if vector:
@@ -256,11 +255,12 @@ def plan_masked_fill(
     inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /, value: float
 ) -> Plan:
     count = outputs[0].elements
+    walks = walks_of(inputs, outputs[0])
     return Plan(
-        MASKED_FILL_ID,
+        MASKED_FILL_ID + (STRIDED_IDS if walks else 0),
         count,
         tile_count(count, blocks),
-        walks_of(inputs, outputs[0]),
+        walks,
         pack("Q", encode("masked_fill", "value", value, inputs[0].dtype)),
     )
 
@@ -283,7 +283,7 @@ def plan_causal_mask(
             f"causal_mask: out has shape {out.shape}: at most {(1 << 31) - 1} queries and keys"
         )
     return Plan(
-        CAUSAL_MASK_ID,
+        CAUSAL_MASK_ID + (0 if out.contiguous else STRIDED_IDS),
         math.prod(lead) * queries if keys else 0,
         tile_count(out.elements, blocks),
         None if out.contiguous else (None, None, None, None, walk(out)),
@@ -334,7 +334,7 @@ OPERATORS: Final = (
         "value where mask else a",
         infer_masked_fill,
         plan_masked_fill,
-        (Kernel(MASKED_FILL_ID, "masked_fill", make_masked_fill),),
+        both_ways(MASKED_FILL_ID, "masked_fill", make_masked_fill),
         spec_masked_fill,
         parameters=(Parameter("value", "number"),),
         same_ok=(0, 1),
@@ -351,7 +351,7 @@ OPERATORS: Final = (
         "0 (bool: True) where key <= query + diagonal, else value (bool: False)",
         infer_nothing,
         plan_causal_mask,
-        (Kernel(CAUSAL_MASK_ID, "causal_mask", make_causal_mask),),
+        both_ways(CAUSAL_MASK_ID, "causal_mask", make_causal_mask),
         spec_causal_mask,
         parameters=(Parameter("diagonal", "int", 0), Parameter("value", "float", -math.inf)),
         updates=True,

@@ -18,9 +18,9 @@ from ...machines.base import Body, Primitives
 from ...shapes import Shape, Strides, collapse
 from ..elements import make_itemsize, make_load_f32, make_load_i64, make_tile_range
 from ..moves import make_move4
-from ..operands import OUTPUT, make_address_of, make_element_of, make_is_strided, make_kind_of
+from ..operands import OUTPUT, make_access, make_address_of, make_kind_of
 from .axes import read_axes
-from .planning import TILE, fits_vectors, tile_count, walk_flat
+from .planning import STRIDED_IDS, TILE, both_ways, fits_vectors, tile_count, walk_flat
 from .table import (
     FLOATS,
     INDICES,
@@ -29,14 +29,12 @@ from .table import (
     Draw,
     Example,
     Infer,
-    Kernel,
     Operand,
     Operator,
     Parameter,
     Plan,
     Planner,
     Result,
-    Shared,
     Walk,
     infer_nothing,
     pack,
@@ -53,17 +51,17 @@ INDEXED: Final = 1 << 57
 LENGTH_MASK: Final = VECTORS - 1
 
 
-def make_pick(m: Primitives) -> Body:
+def make_pick(m: Primitives, strided: bool) -> Body:
     """The body of slice_copy, index_select and gather: out[e] = x[start(e) + index(e) * step].
 
-    Rows are `run` elements of the output that share an index and are neighbours in x as well. Where the task
-    is not strided, all rows of an indexed x start at its beginning.
+    Rows are `run` elements of the output that share an index and are neighbours in x as well. Unless
+    strided, all rows of an indexed x start at its beginning.
     """
     u64 = m.u64
     thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
-    is_strided, itemsize, tile_range = make_is_strided(m), make_itemsize(m), make_tile_range(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
+    itemsize, tile_range = make_itemsize(m), make_tile_range(m)
     load_i64, move4 = make_load_i64(m), make_move4(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
@@ -84,13 +82,13 @@ def make_pick(m: Primitives) -> Body:
         element = row * (run & LENGTH) + inside
         if run & IS_INDEXED == ZERO:
             return element_of(context, task, X, element) + extent
-        if is_strided(task):
+        if strided:
             row = element
         index = u64(load_i64(kind_of(task, INDEX), element_of(context, task, INDEX, row)))
         if index >= extent:
             return ZERO
         start = address_of(task, X) + inside * size
-        if is_strided(task):
+        if strided:
             start = element_of(context, task, X, element)
         return start + index * step
 
@@ -155,12 +153,12 @@ def make_pick(m: Primitives) -> Body:
     return pick
 
 
-def make_concat(m: Primitives) -> Body:
+def make_concat(m: Primitives, strided: bool) -> Body:
     """A row of the output is a row of each input after the other; rows begin at the dim that is joined."""
     u64 = m.u64
     thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, kind_of, element_of = make_address_of(m), make_kind_of(m), make_element_of(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
     itemsize, tile_range, move4 = make_itemsize(m), make_tile_range(m), make_move4(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
@@ -234,7 +232,7 @@ def make_concat(m: Primitives) -> Body:
     return concat
 
 
-def make_scatter_add(m: Primitives) -> Body:
+def make_scatter_add(m: Primitives, strided: bool) -> Body:
     """out[start(e) + index(e) * step] += source[e], atomically. Of elements narrower than a word the word is
     swapped; a neighbour in it is written as it was found."""
     u64 = m.u64
@@ -248,7 +246,8 @@ def make_scatter_add(m: Primitives) -> Body:
         m.f32_to_f16,
         m.f32_to_bf16,
     )
-    kind_of, element_of, tile_range = make_kind_of(m), make_element_of(m), make_tile_range(m)
+    address_of, kind_of, (element_of, _) = make_address_of(m), make_kind_of(m), make_access(m, strided)
+    tile_range = make_tile_range(m)
     itemsize, load_i64, load_element_f32 = make_itemsize(m), make_load_i64(m), make_load_f32(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
@@ -281,7 +280,9 @@ def make_scatter_add(m: Primitives) -> Body:
             index = u64(load_i64(kind_of(task, INDEX), element_of(context, task, INDEX, element)))
             if index < extent:
                 source = element_of(context, task, SOURCE, element)
-                target = element_of(context, task, OUT, element) + index * step
+                target = address_of(task, OUT) + index * step
+                if strided:
+                    target = element_of(context, task, OUT, element) + index * step
                 if kind == F32:
                     atomic_add_f32(target, load_element_f32(kind, source))
                 elif kind == I64:
@@ -307,8 +308,8 @@ def make_scatter_add(m: Primitives) -> Body:
 
 # --- plans ---
 
-_PICK: Final = Shared("gpuos_pick", make_pick)
-SELECT: Final = Kernel(SELECT_ID, "index_select", make_pick, _PICK)
+_PICK: Final = "gpuos_pick"
+SELECT: Final = both_ways(SELECT_ID, "index_select", make_pick, _PICK)
 
 
 def read_dim(operator: str, dim: int, shape: Shape) -> tuple[int, int]:
@@ -357,7 +358,13 @@ def plan_pick(
         of_index = Walk(index[0].dtype, shape, of) if index else None
         walks = (Walk(x.dtype, shape, into), of_index, None, None, Walk(out.dtype, shape, onto))
     scalars = pack("QQQ", first if index else first * size & MASK_64, step * size & MASK_64, run | flags)
-    return Plan(op_id, out.elements // run, tile_count(out.elements, blocks), walks, scalars)
+    return Plan(
+        op_id + (STRIDED_IDS if walks else 0),
+        out.elements // run,
+        tile_count(out.elements, blocks),
+        walks,
+        scalars,
+    )
 
 
 def infer_concat(inputs: Sequence[Operand], /, dim: int) -> tuple[Result, ...]:
@@ -403,7 +410,7 @@ def plan_concat(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: i
         ways = [walk_flat(each) for each in everyone]
         walks = (*ways[:-1], *[None] * (4 - len(inputs)), ways[-1])
     return Plan(
-        CONCAT_ID,
+        CONCAT_ID + (STRIDED_IDS if walks else 0),
         math.prod(out.shape[:axis]) if out.elements else 0,
         tile_count(out.elements, blocks),
         walks,
@@ -525,13 +532,18 @@ def plan_scatter_add(inputs: Sequence[Operand], outputs: Sequence[Operand], bloc
     _within("scatter_add", "out", index.shape, out.shape, axis)
     starts = tuple(0 if d == axis else stride for d, stride in enumerate(out.strides))
     shape, steps = collapse(index.shape, [index.strides, source.strides, starts])
-    ways = [Walk(each.dtype, shape, way) for each, way in zip((index, source, out), steps, strict=True)]
+    walks = None
+    if shape and (len(shape) > 1 or steps != [(1,), (1,), (0,)]):
+        index_way, source_way, out_way = (
+            Walk(each.dtype, shape, way) for each, way in zip((index, source, out), steps, strict=True)
+        )
+        walks = (index_way, source_way, None, None, out_way)
     step = (out.strides[axis] if out.shape else 0) * ITEMSIZE[out.dtype]
     return Plan(
-        SCATTER_ADD_ID,
+        SCATTER_ADD_ID + (STRIDED_IDS if walks else 0),
         index.elements,
         tile_count(index.elements, blocks),
-        (*ways[:2], None, None, ways[2]),
+        walks,
         pack("QQ", extent, step & MASK_64),
     )
 
@@ -650,7 +662,7 @@ OPERATORS: Final = (
         "a, b and so on one after the other along dim",
         infer_concat,
         plan_concat,
-        (Kernel(CONCAT_ID, "concat", make_concat),),
+        both_ways(CONCAT_ID, "concat", make_concat),
         spec_concat,
         parameters=_DIM,
         tiling=_TILING,
@@ -666,7 +678,7 @@ OPERATORS: Final = (
         "a[start:stop:step] along dim",
         infer_slice,
         plan_slice,
-        (Kernel(SLICE_ID, "slice_copy", make_pick, _PICK),),
+        both_ways(SLICE_ID, "slice_copy", make_pick, _PICK),
         spec_slice_copy,
         parameters=(
             Parameter("dim", "int"),
@@ -687,7 +699,7 @@ OPERATORS: Final = (
         "a[..., index, ...] along dim",
         infer_select("index_select", True),
         plan_select("index_select"),
-        (SELECT,),
+        SELECT,
         spec_index_select,
         parameters=_DIM,
         tiling=_TILING,
@@ -703,7 +715,7 @@ OPERATORS: Final = (
         "a[index]: a row for each index",
         infer_select("embedding", False),
         plan_select("embedding"),
-        (SELECT,),
+        SELECT,
         spec_embedding,
         tiling=_TILING,
         source=f"torch.nn.functional.embedding. {_OUT_OF_RANGE}",
@@ -718,7 +730,7 @@ OPERATORS: Final = (
         "a at the place of each index, which counts along dim",
         infer_gather,
         plan_gather,
-        (Kernel(GATHER_ID, "gather", make_pick, _PICK),),
+        both_ways(GATHER_ID, "gather", make_pick, _PICK),
         spec_gather,
         parameters=(Parameter("dim", "int"),),
         tiling=_TILING,
@@ -734,7 +746,7 @@ OPERATORS: Final = (
         "out at the place of each index, which counts along dim, += source",
         infer_nothing,
         plan_scatter_add,
-        (Kernel(SCATTER_ADD_ID, "scatter_add", make_scatter_add),),
+        both_ways(SCATTER_ADD_ID, "scatter_add", make_scatter_add),
         spec_scatter_add,
         parameters=_DIM,
         updates=True,

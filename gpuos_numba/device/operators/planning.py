@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Final
 
 from ...descriptor import ITEMSIZE, MAX_INPUTS
+from ...machines.base import Body, Primitives
 from ...shapes import aligned_strides, collapse
-from .table import Operand, Walk
+from .table import Kernel, Operand, Shared, Walk
 
 TILE: Final = 32 * 1024
 """Elements of an element-wise tile: a block moves them in a few µs, about what handing out a tile costs."""
@@ -50,3 +52,30 @@ def fits_vectors(operand: Operand) -> bool:
     if last[0] > 1 and last[1] != 1:
         return False
     return all(extent <= 1 or stride * size % 16 == 0 for extent, stride in outer)
+
+
+STRIDED_IDS: Final = 8
+"""From the kernel for contiguous operands to that for any others."""
+
+
+def both_ways(
+    op_id: int, name: str, make: Callable[[Primitives, bool], Body], symbol: str = ""
+) -> tuple[Kernel, Kernel]:
+    """The kernels of an operator: for contiguous operands, and for any. symbol: where others share them."""
+    kernels = []
+    for strided in (False, True):
+        way = _way(make, strided)
+        shared = Shared(f"{symbol}_strided" if strided else symbol, way) if symbol else None
+        suffix = ".strided" if strided else ""
+        kernels.append(Kernel(op_id + STRIDED_IDS * strided, f"{name}{suffix}", way, shared))
+    return kernels[0], kernels[1]
+
+
+@cache
+def _way(make: Callable[[Primitives, bool], Body], strided: bool) -> Callable[[Primitives], Body]:
+    """Remembered: a machine compiles a factory once, by its identity."""
+
+    def way(m: Primitives) -> Body:
+        return make(m, strided)
+
+    return way

@@ -16,24 +16,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...descriptor import MAX_INPUTS, DType, Status, layout_offset, offset
+from ...descriptor import MAX_INPUTS, DType, Status, offset
 from ...errors import ArgumentError
 from ...machines.base import Body, Primitives
 from ...protocol import ARENA_BYTES
 from ...shapes import aligned_strides, collapse
 from ..angles import make_turn
-from ..chunks import make_load_raw8, make_spread_f32, make_store8, make_unpack8
-from ..elements import make_element_address, make_itemsize, make_load_f32, make_load_i64
+from ..chunks import make_load_raw8, make_unpack8
+from ..elements import make_itemsize, make_load_f32, make_load_i64, make_store_f32, make_store_f32x8
 from ..moves import make_load_bits, make_store_bits
-from ..operands import OUTPUT, make_address_of, make_element_of, make_is_strided, make_kind_of, make_layout_of
-from .planning import fits_vectors
+from ..operands import OUTPUT, make_access, make_address_of, make_kind_of
+from .planning import STRIDED_IDS, both_ways, fits_vectors
 from .table import (
     ATTENTION_IDS,
     FLOATS,
     INDICES,
     Draw,
     Example,
-    Kernel,
     Operand,
     Operator,
     Parameter,
@@ -48,65 +47,50 @@ from .table import (
 Array = Any
 ROPE_ID: Final = ATTENTION_IDS + 16
 INTERLEAVED, TABLES, VECTORS = 1, 2, 4
-PAIRS: Final = ARENA_BYTES // 8 - 8
-"""Cosines and sines that a block keeps; a chunk of eight may read seven more, which it does not use."""
+PAIRS: Final = ARENA_BYTES // 8
+"""Cosines and sines that a block keeps."""
 SINES: Final = ARENA_BYTES // 2
 """Where in the arena the sines begin."""
 
 
-def make_rope(m: Primitives) -> Body:
+def make_rope(m: Primitives, strided: bool) -> Body:
     u64, f32, f64 = m.u64, m.f32, np.float64
     thread_index, block_width, barrier, divide = m.thread_index, m.block_width, m.barrier, m.divide
     load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
     load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
     store_pair, bits_f32 = m.store_pair, m.bits_f32
-    element_address = make_element_address(m)
-    address_of, kind_of, layout_of = make_address_of(m), make_kind_of(m), make_layout_of(m)
-    is_strided, element_of, itemsize = make_is_strided(m), make_element_of(m), make_itemsize(m)
-    load_i64, load_element_f32, turn = make_load_i64(m), make_load_f32(m), make_turn(m)
-    load_raw8, unpack8, spread8, store8 = (
-        make_load_raw8(m),
-        make_unpack8(m),
-        make_spread_f32(m),
-        make_store8(m),
-    )
-    load_bits, store_bits = make_load_bits(m), make_store_bits(m)
-    step_in = make_step_in(m)
+    address_of, kind_of, itemsize = make_address_of(m), make_kind_of(m), make_itemsize(m)
+    element_of, step_of = make_access(m, strided)
+    load_i64, load_element_f32, store_element_f32 = make_load_i64(m), make_load_f32(m), make_store_f32(m)
+    load_raw8, unpack8, store_vector = make_load_raw8(m), make_unpack8(m), make_store_f32x8(m)
+    load_bits, store_bits, turn = make_load_bits(m), make_store_bits(m), make_turn(m)
 
     COUNT, TILES, SCALARS = u64(offset("count")), u64(offset("tiles")), u64(offset("scalars"))
-    TWELVE, TWENTY = u64(12), u64(20)
-    ZERO, ONE, TWO, THREE, FOUR, SEVEN, EIGHT = u64(0), u64(1), u64(2), u64(3), u64(4), u64(7), u64(8)
-    FIFTEEN, SIXTEEN, FOURS, LOW, S32 = u64(15), u64(16), u64(16), u64(0xFFFF), u64(32)
-    IS_INTERLEAVED, HAS_TABLES, FITS, TO_GROUP = u64(INTERLEAVED), u64(TABLES), u64(VECTORS), u64(8)
+    ZERO, ONE, THREE, FOUR, SEVEN, EIGHT = (u64(n) for n in (0, 1, 3, 4, 7, 8))
+    TWELVE, SIXTEEN, TWENTY, FIFTEEN = (u64(n) for n in (12, 16, 20, 15))
+    LOW, S32, TO_GROUP = u64(0xFFFF), u64(32), u64(8)
+    IS_INTERLEAVED, HAS_TABLES, FITS = u64(INTERLEAVED), u64(TABLES), u64(VECTORS)
     X, POSITIONS, COS, SIN, OUT = u64(0), u64(1), u64(2), u64(3), u64(OUTPUT)
     F32, SINES_AT = u64(DType.F32), u64(SINES)
     FROM_FIXED, TURN, TO_TURNS = f64(2.0**-62), f64(1 / (2 * math.pi)), f64(2.0**64)
     NAN = f32(np.nan)
     OK, OUT_OF_RANGE = np.int32(Status.OK), np.int32(Status.INDEX_OUT_OF_RANGE)
 
-    def four(address: Any) -> Any:
+    def load_angles8(address: Any) -> Any:
         a, b = load_task_pair(address)
-        return bits_f32(a), bits_f32(a >> S32), bits_f32(b), bits_f32(b >> S32)
-
-    four = m.device(four)
-
-    def angles8(vector: Any, address: Any) -> Any:
-        if vector:
-            a = four(address)
-            b = four(address + FOURS)
-            return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+        c, d = load_task_pair(address + SIXTEEN)
         return (
-            load_scratch_f32(address),
-            load_scratch_f32(address + FOUR),
-            load_scratch_f32(address + TWO * FOUR),
-            load_scratch_f32(address + THREE * FOUR),
-            load_scratch_f32(address + FOUR * FOUR),
-            load_scratch_f32(address + FOUR * (ONE + FOUR)),
-            load_scratch_f32(address + FOUR * (TWO + FOUR)),
-            load_scratch_f32(address + FOUR * SEVEN),
+            bits_f32(a),
+            bits_f32(a >> S32),
+            bits_f32(b),
+            bits_f32(b >> S32),
+            bits_f32(c),
+            bits_f32(c >> S32),
+            bits_f32(d),
+            bits_f32(d >> S32),
         )
 
-    angles8 = m.device(angles8)
+    load_angles8 = m.device(load_angles8)
 
     def rotate8(a: Any, b: Any, c: Any, s: Any) -> Any:
         return (
@@ -152,39 +136,157 @@ def make_rope(m: Primitives) -> Body:
 
     places = m.device(places)
 
-    def rope(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        x = address_of(task, X)
-        out = address_of(task, OUT)
-        tokens = load_task_u64(task + COUNT)
-        tiles = load_task_u32(task + TILES)
+    def compute_angles(context: Any, task: Any, arena: Any, token: Any, group: Any, half: Any) -> Any:
+        """Cosines and sines of `group` tokens from `token` on, to scratch; the status."""
         first = load_task_u64(task + SCALARS)  # ratio of neighbouring frequencies, or rows of the tables
+        how = load_task_u32(task + SCALARS + TWENTY)
+        status = OK
+        pair = thread_index()
+        while pair < group * half:
+            place = token
+            index = pair
+            if group > ONE:
+                place = divide(pair, half)
+                index = pair - place * half
+                place += token
+            position = u64(load_i64(kind_of(task, POSITIONS), element_of(context, task, POSITIONS, place)))
+            if how & HAS_TABLES != ZERO:
+                cosine = NAN
+                sine = NAN
+                if position < first:
+                    at = position * half + index
+                    cosine = load_element_f32(kind_of(task, COS), element_of(context, task, COS, at))
+                    sine = load_element_f32(kind_of(task, SIN), element_of(context, task, SIN, at))
+                else:
+                    status = OUT_OF_RANGE
+            else:
+                cosine, sine = turn(frequency(first, index) * position)
+            store_scratch_f32(arena + pair * FOUR, cosine)
+            store_scratch_f32(arena + SINES_AT + pair * FOUR, sine)
+            pair += block_width()
+        return status
+
+    compute_angles = m.device(compute_angles)
+
+    def rotate_vectors(
+        context: Any, task: Any, arena: Any, token: Any, group: Any, half: Any, pair_chunks: Any, chunks: Any
+    ) -> Any:
+        """All heads of some tokens, 16 bytes at a time; the status of their angles."""
         width = load_task_u32(task + SCALARS + EIGHT)
         heads = load_task_u32(task + SCALARS + TWELVE)
-        packed = load_task_u32(task + SCALARS + SIXTEEN)
-        half = packed & LOW
-        shift = packed >> SIXTEEN
-        how = load_task_u32(task + SCALARS + TWENTY)
-        interleaved = how & IS_INTERLEAVED != ZERO
-        group = how >> TO_GROUP
+        shift = load_task_u32(task + SCALARS + SIXTEEN) >> SIXTEEN
+        interleaved = load_task_u32(task + SCALARS + TWENTY) & IS_INTERLEAVED != ZERO
         kind = kind_of(task, X)
         size = itemsize(kind)
-        strided = is_strided(task)
-        step = size
-        step_out = size
-        layout = ZERO
-        layout_out = ZERO
-        if strided:
-            layout = layout_of(context, task, X)
-            layout_out = layout_of(context, task, OUT)
-            step = step_in(layout, size)
-            step_out = step_in(layout_out, size)
-        vector = how & FITS != ZERO and (x | out) & FIFTEEN == ZERO
-        pair_chunks = (half + SEVEN) >> THREE
-        chunks = pair_chunks + ((width - half - half + SEVEN) >> THREE)
         columns = (ONE << shift) - ONE
-        thread = thread_index()
-        threads = block_width()
+        items = (group * heads) << shift
+        item = thread_index()
+        # The first loads fly while the angles are computed.
+        chunk = item & columns
+        a, b = places(chunk, pair_chunks, half, interleaved)
+        raw_a = ZERO, ZERO, ZERO, ZERO
+        raw_b = ZERO, ZERO, ZERO, ZERO
+        if item < items and chunk < chunks:
+            source = element_of(context, task, X, (token * heads + (item >> shift)) * width)
+            raw_a = load_raw8(kind, source + a * size)
+            raw_b = load_raw8(kind, source + b * size)
+        status = compute_angles(context, task, arena, token, group, half)
+        barrier()
 
+        fetched = True
+        while item < items:
+            line = item >> shift
+            chunk = item & columns
+            if chunk < chunks:
+                row = (token * heads + line) * width
+                if not fetched:
+                    a, b = places(chunk, pair_chunks, half, interleaved)
+                    source = element_of(context, task, X, row)
+                    raw_a = load_raw8(kind, source + a * size)
+                    raw_b = load_raw8(kind, source + b * size)
+                target = element_of(context, task, OUT, row)
+                if chunk < pair_chunks:
+                    at = chunk << THREE
+                    if group > ONE:
+                        at += divide(line, heads) * half
+                    p = unpack8(kind, raw_a)
+                    q = unpack8(kind, raw_b)
+                    if interleaved:
+                        p, q = (
+                            (p[0], p[2], p[4], p[6], q[0], q[2], q[4], q[6]),
+                            (p[1], p[3], p[5], p[7], q[1], q[3], q[5], q[7]),
+                        )
+                    cosines = load_angles8(arena + at * FOUR)
+                    sines = load_angles8(arena + SINES_AT + at * FOUR)
+                    v = rotate8(p, q, cosines, sines)
+                    w = rotate8(q, p, cosines, negate8(sines))
+                    if interleaved:
+                        v, w = (
+                            (v[0], w[0], v[1], w[1], v[2], w[2], v[3], w[3]),
+                            (v[4], w[4], v[5], w[5], v[6], w[6], v[7], w[7]),
+                        )
+                    store_vector(kind, target + a * size, v)
+                    store_vector(kind, target + b * size, w)
+                else:
+                    store_pair(target + a * size, raw_a[0], raw_a[1])
+                    if kind == F32:
+                        store_pair(target + a * size + SIXTEEN, raw_a[2], raw_a[3])
+            fetched = False
+            item += block_width()
+        return status
+
+    rotate_vectors = m.device(rotate_vectors)
+
+    def rotate_elements(context: Any, task: Any, arena: Any, token: Any, group: Any, half: Any) -> Any:
+        """The same, a pair at a time."""
+        width = load_task_u32(task + SCALARS + EIGHT)
+        heads = load_task_u32(task + SCALARS + TWELVE)
+        interleaved = load_task_u32(task + SCALARS + TWENTY) & IS_INTERLEAVED != ZERO
+        kind = kind_of(task, X)
+        size = itemsize(kind)
+        step = step_of(context, task, X, width)
+        step_out = step_of(context, task, OUT, width)
+        status = compute_angles(context, task, arena, token, group, half)
+        barrier()
+        columns = width - half  # pairs, then what is left as it is
+        item = thread_index()
+        while item < group * heads * columns:
+            line = divide(item, columns)
+            column = item - line * columns
+            row = (token * heads + line) * width
+            source = element_of(context, task, X, row)
+            target = element_of(context, task, OUT, row)
+            if column < half:
+                a = column
+                b = half + column
+                if interleaved:
+                    a = column + column
+                    b = a + ONE
+                at = (divide(line, heads) * half + column) * FOUR
+                cosine = load_scratch_f32(arena + at)
+                sine = load_scratch_f32(arena + SINES_AT + at)
+                p = load_element_f32(kind, source + a * step)
+                q = load_element_f32(kind, source + b * step)
+                store_element_f32(kind, target + a * step_out, p * cosine - q * sine)
+                store_element_f32(kind, target + b * step_out, q * cosine + p * sine)
+            else:
+                a = half + column
+                store_bits(size, target + a * step_out, load_bits(size, source + a * step))
+            item += block_width()
+        return status
+
+    rotate_elements = m.device(rotate_elements)
+
+    def rope(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        tokens = load_task_u64(task + COUNT)
+        tiles = load_task_u32(task + TILES)
+        width = load_task_u32(task + SCALARS + EIGHT)
+        half = load_task_u32(task + SCALARS + SIXTEEN) & LOW
+        how = load_task_u32(task + SCALARS + TWENTY)
+        group = how >> TO_GROUP
+        vector = how & FITS != ZERO and (address_of(task, X) | address_of(task, OUT)) & FIFTEEN == ZERO
+        pair_chunks = half >> THREE
+        chunks = pair_chunks + ((width - half - half + SEVEN) >> THREE)
         token = ZERO
         end = tokens
         if tiles > ONE:
@@ -197,136 +299,18 @@ def make_rope(m: Primitives) -> Body:
         while token < end:
             if group > end - token:
                 group = end - token
-            rows = group * heads
-            items = rows << shift
-            item = thread
-            # The first loads fly while the angles are computed.
-            chunk = item & columns
-            fetched = vector and item < items and chunk < chunks
-            source = x
-            raw_a = ZERO, ZERO, ZERO, ZERO
-            raw_b = ZERO, ZERO, ZERO, ZERO
-            if fetched:
-                row = (token * heads + (item >> shift)) * width
-                source = x + row * size
-                if strided:
-                    source = element_address(layout, x, row)
-                a, b = places(chunk, pair_chunks, half, interleaved)
-                raw_a = load_raw8(kind, source + a * size)
-                raw_b = load_raw8(kind, source + b * size)
-
-            pair = thread
-            while pair < group * half:
-                place = token
-                index = pair
-                if group > ONE:
-                    place = divide(pair, half)
-                    index = pair - place * half
-                    place += token
-                position = u64(
-                    load_i64(kind_of(task, POSITIONS), element_of(context, task, POSITIONS, place))
-                )
-                if how & HAS_TABLES != ZERO:
-                    cosine = NAN
-                    sine = NAN
-                    if position < first:
-                        at = position * half + index
-                        cosine = load_element_f32(kind_of(task, COS), element_of(context, task, COS, at))
-                        sine = load_element_f32(kind_of(task, SIN), element_of(context, task, SIN, at))
-                    else:
-                        status = OUT_OF_RANGE
-                else:
-                    cosine, sine = turn(frequency(first, index) * position)
-                store_scratch_f32(arena + pair * FOUR, cosine)
-                store_scratch_f32(arena + SINES_AT + pair * FOUR, sine)
-                pair += threads
-            barrier()
-
-            while item < items:
-                chunk = item & columns
-                if chunk < chunks:
-                    line = item >> shift
-                    row = (token * heads + line) * width
-                    target = out + row * size
-                    if strided:
-                        target = element_address(layout_out, out, row)
-                    a, b = places(chunk, pair_chunks, half, interleaved)
-                    if vector:
-                        if not fetched:
-                            source = x + row * size
-                            if strided:
-                                source = element_address(layout, x, row)
-                            raw_a = load_raw8(kind, source + a * size)
-                            raw_b = load_raw8(kind, source + b * size)
-                    elif strided:
-                        source = element_address(layout, x, row)
-                    else:
-                        source = x + row * size
-                    fetched = False
-                    if chunk < pair_chunks:
-                        at = chunk << THREE
-                        count = half - at
-                        if count > EIGHT:
-                            count = EIGHT
-                        if group > ONE:
-                            at += divide(line, heads) * half
-                        cosines = angles8(vector, arena + at * FOUR)
-                        sines = angles8(vector, arena + SINES_AT + at * FOUR)
-                        between = step
-                        between_out = step_out
-                        if vector:
-                            p = unpack8(kind, raw_a)
-                            q = unpack8(kind, raw_b)
-                            if interleaved:
-                                p, q = (
-                                    (p[0], p[2], p[4], p[6], q[0], q[2], q[4], q[6]),
-                                    (p[1], p[3], p[5], p[7], q[1], q[3], q[5], q[7]),
-                                )
-                        else:
-                            if interleaved:
-                                b = a + ONE
-                                between += step
-                                between_out += step_out
-                            p = spread8(kind, source + a * step, between, count)
-                            q = spread8(kind, source + b * step, between, count)
-                        v = rotate8(p, q, cosines, sines)
-                        w = rotate8(q, p, cosines, negate8(sines))
-                        if vector and interleaved:
-                            v, w = (
-                                (v[0], w[0], v[1], w[1], v[2], w[2], v[3], w[3]),
-                                (v[4], w[4], v[5], w[5], v[6], w[6], v[7], w[7]),
-                            )
-                        store8(vector, kind, target + a * step_out, between_out, count, v)
-                        store8(vector, kind, target + b * step_out, between_out, count, w)
-                    elif vector:
-                        store_pair(target + a * size, raw_a[0], raw_a[1])
-                        if kind == F32:
-                            store_pair(target + a * size + SIXTEEN, raw_a[2], raw_a[3])
-                    else:
-                        last = a + EIGHT
-                        if last > width:
-                            last = width
-                        while a < last:
-                            store_bits(size, target + a * step_out, load_bits(size, source + a * step))
-                            a += ONE
-                item += threads
+            if vector:
+                found = rotate_vectors(context, task, arena, token, group, half, pair_chunks, chunks)
+            else:
+                found = rotate_elements(context, task, arena, token, group, half)
+            if found != OK:
+                status = found
             token += group
             if token < end:
                 barrier()
         return status
 
     return rope
-
-
-def make_step_in(m: Primitives) -> Body:
-    """`step_in(layout, size)`: bytes from one element to the next in the last dim of a layout."""
-    u64, load_u64, load_u32 = m.u64, m.load_u64, m.load_u32
-    NDIM, STRIDES, ONE, EIGHT = u64(layout_offset("ndim")), u64(layout_offset("strides")), u64(1), u64(8)
-
-    def step_in(layout: Any, size: Any) -> Any:
-        return load_u64(layout + STRIDES + (load_u32(layout + NDIM) - ONE) * EIGHT) * size
-
-    return m.device(step_in)
 
 
 # --- plans ---
@@ -435,7 +419,7 @@ def plan_rope(
         flags |= TABLES
     group = PAIRS // half if half else tokens
     return Plan(
-        ROPE_ID,
+        ROPE_ID + (STRIDED_IDS if walks else 0),
         tokens,
         1 if x.elements <= ALONE else max(1, min(tokens, 4 * blocks, x.elements // TILE)),
         walks,
@@ -521,7 +505,7 @@ OPERATORS: Final = (
         "pairs (a, b) of a head become (a cos - b sin, b cos + a sin) of position * base^(-2i / rotary_dim)",
         infer_rope,
         plan_rope,
-        (Kernel(ROPE_ID, "rope", make_rope),),
+        both_ways(ROPE_ID, "rope", make_rope),
         spec_rope,
         parameters=(
             Parameter("base", "float", 10000.0),
