@@ -19,7 +19,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A number, finite, infinite or NaN, that f32 holds exactly. Equal where it prints the same: NaN is NaN."""
+    """A number that f32 holds exactly, NaN and infinities too. Equal where it prints the same."""
 
     value: float
 
