@@ -221,7 +221,6 @@ def make_functions(m: Primitives) -> dict[str, Body]:
     Everything else is an operator of the language, see `Function.text`.
     """
     f32, u64 = m.f32, m.u64
-    round_even, fused_multiply_add = m.round_even, m.fused_multiply_add
     larger = make_larger(m)
     reduce_angle, quarter = make_reduce_angle(m), make_sin_cos(m)
     ONE, NOTHING, TINY, NEXT = f32(1), f32(0), f32(2.0**-12), u64(1)
@@ -269,16 +268,6 @@ def make_functions(m: Primitives) -> dict[str, Body]:
     def absolute(x: Any) -> Any:
         return math.fabs(x)
 
-    # math.floor and math.ceil give integers, which hold neither infinities nor NaN.
-
-    def floor(x: Any) -> Any:
-        whole = round_even(x)
-        return whole - ONE if whole > x else whole
-
-    def ceil(x: Any) -> Any:
-        whole = round_even(x)
-        return whole + ONE if whole < x else whole
-
     def sign(x: Any) -> Any:
         if x > NOTHING:
             return ONE
@@ -317,8 +306,6 @@ def make_functions(m: Primitives) -> dict[str, Body]:
         tanh,
         sigmoid,
         erf,
-        floor,
-        ceil,
         sign,
         relu,
     )
@@ -326,7 +313,9 @@ def make_functions(m: Primitives) -> dict[str, Body]:
     named = {each.__name__: m.device(each) for each in made}
     return named | {
         "abs": m.device(absolute),
-        "round": round_even,
+        "round": m.round_even,
+        "floor": m.round_down,
+        "ceil": m.round_up,
         "larger": larger,
-        "fma": fused_multiply_add,
+        "fma": m.fused_multiply_add,
     }
