@@ -3,7 +3,8 @@
 Each is given once: its opcode for the interpreter, how it is written in rendered source, its truth in NumPy
 and, in `make_functions`, its device code. Comparisons and logic give a truth, everything else a number;
 the interpreter holds a truth as 1 or 0. NaN and infinities are as NumPy has them: min and max propagate NaN,
-a comparison with it is false, round takes ties to even, sign keeps NaN.
+a comparison with it is false, round takes ties to even, sign keeps NaN. Of two zeros min and max take the
+first.
 """
 
 from __future__ import annotations
@@ -75,6 +76,21 @@ _ONE, _NOTHING = np.float32(1), np.float32(0)
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
+# NumPy leaves it to its build which zero is the smaller one, and which sign that of -0.0 has.
+
+
+def _smaller(x: Array, y: Array) -> Array:
+    return np.where((y < x) | (y != y), y, x)
+
+
+def _larger(x: Array, y: Array) -> Array:
+    return np.where((y > x) | (y != y), y, x)
+
+
+def _sign(x: Array) -> Array:
+    return np.where(x == 0, _NOTHING, np.sign(x))
+
+
 def _as_f32(truth: Array) -> Array:
     return np.asarray(truth).astype(np.float32)
 
@@ -106,7 +122,7 @@ _FUNCTIONS: Final = (
     _unary("floor", 13, _quietly(np.floor)),
     _unary("ceil", 14, _quietly(np.ceil)),
     _unary("round", 15, _quietly(np.rint)),
-    _unary("sign", 16, _quietly(np.sign)),
+    _unary("sign", 16, _quietly(_sign)),
     _unary("relu", 17, _quietly(lambda x: np.where(x < 0, _NOTHING, x))),
     _inner("neg", 18, "n", "n", "(-{0})", np.negative),
     _inner("square", 19, "n", "n", "square({0})", lambda x: x * x),
@@ -114,8 +130,8 @@ _FUNCTIONS: Final = (
     _inner("not", 21, "t", "t", "(not {0})", np.logical_not),
     _inner("number", 22, "t", "n", "(ONE if {0} else NOTHING)", _as_f32),
     _inner("truth", 23, "n", "t", "({0} != NOTHING)", lambda x: x != 0),
-    Function("min", 32, (NUMBER,) * 2, NUMBER, "smaller({0}, {1})", _quietly(np.minimum)),
-    Function("max", 33, (NUMBER,) * 2, NUMBER, "larger({0}, {1})", _quietly(np.maximum)),
+    Function("min", 32, (NUMBER,) * 2, NUMBER, "smaller({0}, {1})", _quietly(_smaller)),
+    Function("max", 33, (NUMBER,) * 2, NUMBER, "larger({0}, {1})", _quietly(_larger)),
     Function("pow", 34, (NUMBER,) * 2, NUMBER, "power({0}, {1})", _exactly(np.power)),
     _inner("add", 35, "nn", "n", "({0} + {1})", np.add),
     _inner("sub", 36, "nn", "n", "({0} - {1})", np.subtract),
