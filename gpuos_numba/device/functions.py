@@ -3,7 +3,8 @@
 Each is given once: its opcode for the interpreter, how it is written in rendered source, its truth in NumPy
 and, in `make_functions`, its device code. Comparisons and logic give a truth, everything else a number;
 the interpreter holds a truth as 1 or 0. NaN and infinities are as NumPy has them: min and max propagate NaN,
-a comparison with it is false, round takes ties to even, sign keeps NaN.
+a comparison with it is false, round takes ties to even, sign keeps NaN. Of two zeros min and max take the
+first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..machines.base import Body, Primitives
+from .angles import make_cosine, make_sine
 from .reductions import make_larger
 
 Array = Any
@@ -75,6 +77,21 @@ _ONE, _NOTHING = np.float32(1), np.float32(0)
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
+# NumPy leaves it to its build which zero is the smaller one, and which sign that of -0.0 has.
+
+
+def _smaller(x: Array, y: Array) -> Array:
+    return np.where((y < x) | (y != y), y, x)
+
+
+def _larger(x: Array, y: Array) -> Array:
+    return np.where((y > x) | (y != y), y, x)
+
+
+def _sign(x: Array) -> Array:
+    return np.where(x == 0, _NOTHING, np.sign(x))
+
+
 def _as_f32(truth: Array) -> Array:
     return np.asarray(truth).astype(np.float32)
 
@@ -106,7 +123,7 @@ _FUNCTIONS: Final = (
     _unary("floor", 13, _quietly(np.floor)),
     _unary("ceil", 14, _quietly(np.ceil)),
     _unary("round", 15, _quietly(np.rint)),
-    _unary("sign", 16, _quietly(np.sign)),
+    _unary("sign", 16, _quietly(_sign)),
     _unary("relu", 17, _quietly(lambda x: np.where(x < 0, _NOTHING, x))),
     _inner("neg", 18, "n", "n", "(-{0})", np.negative),
     _inner("square", 19, "n", "n", "square({0})", lambda x: x * x),
@@ -114,8 +131,8 @@ _FUNCTIONS: Final = (
     _inner("not", 21, "t", "t", "(not {0})", np.logical_not),
     _inner("number", 22, "t", "n", "(ONE if {0} else NOTHING)", _as_f32),
     _inner("truth", 23, "n", "t", "({0} != NOTHING)", lambda x: x != 0),
-    Function("min", 32, (NUMBER,) * 2, NUMBER, "smaller({0}, {1})", _quietly(np.minimum)),
-    Function("max", 33, (NUMBER,) * 2, NUMBER, "larger({0}, {1})", _quietly(np.maximum)),
+    Function("min", 32, (NUMBER,) * 2, NUMBER, "smaller({0}, {1})", _quietly(_smaller)),
+    Function("max", 33, (NUMBER,) * 2, NUMBER, "larger({0}, {1})", _quietly(_larger)),
     Function("pow", 34, (NUMBER,) * 2, NUMBER, "power({0}, {1})", _exactly(np.power)),
     _inner("add", 35, "nn", "n", "({0} + {1})", np.add),
     _inner("sub", 36, "nn", "n", "({0} - {1})", np.subtract),
@@ -145,86 +162,13 @@ for _each in _FUNCTIONS:
 
 
 @functools.cache
-def make_reduce_angle(m: Primitives) -> Body:
-    """`reduce_angle(x)` -> (r, q): abs(x) = q * pi/2 + r with abs(r) <= pi/4, q modulo 4. Any finite x.
-
-    libdevice keeps a table in local memory for this, and whatever is linked into the executor must not.
-    """
-    u64, f32 = m.u64, m.f32
-    f32_bits, fma, round_even = m.f32_bits, m.fused_multiply_add, m.round_even
-    TURNS, LIMIT = f32(2 / math.pi), f32(65536)
-    # pi/2 in three parts, negated (Cody and Waite); good while the quotient has no more than 17 bits.
-    A, B, C = f32(-1.57079601e00), f32(-3.13916473e-07), f32(-5.39030253e-15)
-    # 2/pi behind 64 zero bits (Payne and Hanek).
-    W0, W1, W2 = u64(0), u64(0xA2F9836E4E441529), u64(0xFC2757D1F534DDC0)
-    W3, W4 = u64(0xDB6295993C439041), u64(0xFE5163ABDEBBC561)
-    ONE, SIX, LOW6, MANTISSA, HIDDEN = u64(1), u64(6), u64(63), u64(0x7FFFFF), u64(0x800000)
-    EXPONENT, FIRST, TO_EXPONENT, HALF = u64(0xFF), u64(88), u64(23), u64(32)
-    EIGHTH, QUARTER, THREE = u64(1 << 61), u64(62), u64(3)
-    SCALE = f32(math.pi / 2 * 2.0**-62)
-
-    def reduce_angle(x: Any) -> Any:
-        x = math.fabs(x)
-        if x < LIMIT:
-            quotient = round_even(x * TURNS)
-            r = fma(quotient, C, fma(quotient, B, fma(quotient, A, x)))
-            return r, u64(np.int64(quotient)) & THREE
-        bits = f32_bits(x)
-        exponent = (bits >> TO_EXPONENT) & EXPONENT
-        if exponent == EXPONENT:
-            return x - x, u64(0)  # NaN
-        whole = (bits & MANTISSA) | HIDDEN
-        # x = whole * 2^(exponent - 150). The bits of 2/pi that make multiples of 4 are skipped.
-        skip = exponent - FIRST
-        word = skip >> SIX
-        a, b, c = W0, W1, W2
-        if word == ONE:
-            a, b, c = W1, W2, W3
-        if word > ONE:
-            a, b, c = W2, W3, W4
-        shift = skip & LOW6
-        high = (a << shift) | ((b >> ONE) >> (LOW6 - shift))
-        low = (b << shift) | ((c >> ONE) >> (LOW6 - shift))
-        turn = whole * high + ((whole * (low >> HALF)) >> HALF)  # 2 bits of quadrant, 62 of fraction
-        q = (turn + EIGHTH) >> QUARTER
-        return f32(np.int64(turn - (q << QUARTER))) * SCALE, q & THREE
-
-    return m.device(reduce_angle)
-
-
-@functools.cache
-def make_sin_cos(m: Primitives) -> Body:
-    """`quarter(r, q)`: the sine of q * pi/2 + r."""
-    u64, f32, fma = m.u64, m.f32, m.fused_multiply_add
-    # Minimax on [-pi/4, pi/4].
-    S3, S2, S1, S0 = f32(2.86567956e-6), f32(-1.98559923e-4), f32(8.33338592e-3), f32(-1.66666672e-1)
-    C4, C3, C2, C1 = f32(2.44677067e-5), f32(-1.38877297e-3), f32(4.16666567e-2), f32(-0.5)
-    UNIT, ONE, TWO, NONE = f32(1), u64(1), u64(2), u64(0)
-
-    def quarter(r: Any, q: Any) -> Any:
-        s = r * r
-        if q & ONE == NONE:
-            y = fma(fma(fma(fma(S3, s, S2), s, S1), s, S0), r * s, r)
-        else:
-            y = fma(fma(fma(fma(C4, s, C3), s, C2), s, C1), s, UNIT)
-        if q & TWO != NONE:
-            y = -y
-        return y
-
-    return m.device(quarter)
-
-
-@functools.cache
 def make_functions(m: Primitives) -> dict[str, Body]:
     """The device code of all functions that rendered source calls, by the name it calls them.
 
     Everything else is an operator of the language, see `Function.text`.
     """
-    f32, u64 = m.f32, m.u64
-    round_even, fused_multiply_add = m.round_even, m.fused_multiply_add
-    larger = make_larger(m)
-    reduce_angle, quarter = make_reduce_angle(m), make_sin_cos(m)
-    ONE, NOTHING, TINY, NEXT = f32(1), f32(0), f32(2.0**-12), u64(1)
+    f32 = m.f32
+    ONE, NOTHING = f32(1), f32(0)
 
     def exp(x: Any) -> Any:
         return math.exp(x)
@@ -244,19 +188,6 @@ def make_functions(m: Primitives) -> dict[str, Body]:
     def rsqrt(x: Any) -> Any:
         return ONE / math.sqrt(x)
 
-    def sin(x: Any) -> Any:
-        if math.fabs(x) < TINY:
-            return x  # -0.0 too
-        r, q = reduce_angle(x)
-        y = quarter(r, q)
-        if x < NOTHING:
-            y = -y
-        return y
-
-    def cos(x: Any) -> Any:
-        r, q = reduce_angle(x)
-        return quarter(r, q + NEXT)
-
     def tanh(x: Any) -> Any:
         return math.tanh(x)
 
@@ -268,16 +199,6 @@ def make_functions(m: Primitives) -> dict[str, Body]:
 
     def absolute(x: Any) -> Any:
         return math.fabs(x)
-
-    # math.floor and math.ceil give integers, which hold neither infinities nor NaN.
-
-    def floor(x: Any) -> Any:
-        whole = round_even(x)
-        return whole - ONE if whole > x else whole
-
-    def ceil(x: Any) -> Any:
-        whole = round_even(x)
-        return whole + ONE if whole < x else whole
 
     def sign(x: Any) -> Any:
         if x > NOTHING:
@@ -312,13 +233,9 @@ def make_functions(m: Primitives) -> dict[str, Body]:
         expm1,
         sqrt,
         rsqrt,
-        sin,
-        cos,
         tanh,
         sigmoid,
         erf,
-        floor,
-        ceil,
         sign,
         relu,
     )
@@ -326,7 +243,11 @@ def make_functions(m: Primitives) -> dict[str, Body]:
     named = {each.__name__: m.device(each) for each in made}
     return named | {
         "abs": m.device(absolute),
-        "round": round_even,
-        "larger": larger,
-        "fma": fused_multiply_add,
+        "round": m.round_even,
+        "floor": m.round_down,
+        "ceil": m.round_up,
+        "larger": make_larger(m),
+        "sin": make_sine(m),
+        "cos": make_cosine(m),
+        "fma": m.fused_multiply_add,
     }

@@ -17,11 +17,17 @@ from ..device.functions import FUNCTIONS, NUMBER
 Array = Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A number, finite, infinite or NaN, that f32 holds exactly."""
+    """A number that f32 holds exactly, NaN and infinities too. Equal where it prints the same."""
 
     value: float
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
 
 
 @dataclass(frozen=True, slots=True)

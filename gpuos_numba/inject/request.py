@@ -379,7 +379,12 @@ def _check_combination(role: str, combine: Expression, identity: float) -> None:
         raise ArgumentError(
             f"{role}: combine is not associative: threads combine parts of a row in any order"
         )
-    if not same(evaluate(combine, np.float32(identity), _SAMPLES), _SAMPLES):
+    own = np.float32(identity)
+    if not same(evaluate(combine, own, own), own):
+        raise ArgumentError(
+            f"{role}: combine({identity}, {identity}) is not {identity}: empty parts must not show"
+        )
+    if not same(evaluate(combine, own, _SAMPLES), _SAMPLES):
         raise ArgumentError(
             f"{role}: combine({identity}, a) is not a: give its identity, as -inf for max(a, b)"
         )
