@@ -208,8 +208,9 @@ class _Guarded:
             abs(step) if extent > 1 else 0 for step, extent in zip(source.strides, source.shape, strict=True)
         ]
         if rt.machine != "cpu" and min(source.strides, default=0) < 0:  # torch has no negative strides
-            source = np.ascontiguousarray(source).reshape(source.shape)
-            steps = list(source.strides)
+            plain = np.empty(source.shape, source.dtype)
+            plain[...] = source
+            source, steps = plain, list(plain.strides)
         self.shape, self.kind, self.strides = source.shape, source.dtype, source.strides
         self.dtype = next(code for code in DTYPE_NAMES if numpy_dtype(code) == self.kind)
         reach = sum(step * (extent - 1) for step, extent in zip(steps, self.shape, strict=True))

@@ -108,7 +108,7 @@ def _make_rows(m: Primitives, first: Body, second: Body | None, end_row: Body, p
     thread_index, block_width, warp_width, divide = m.thread_index, m.block_width, m.warp_width, m.divide
     load_u64, load_u32 = m.load_u64, m.load_u32
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    element_address = m.external("gpuos_element_address", make_element_address)
+    element_address = make_element_address(m)
     itemsize = make_itemsize(m)
 
     INPUT, OUTPUT = u64(offset("inputs")), u64(offset("outputs"))
