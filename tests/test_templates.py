@@ -93,7 +93,7 @@ def switch(ids: list[int], hot: int | None = None) -> Callable[..., Any]:
         return lambda *arguments: (op_id, arguments)
 
     namespace: dict[str, Any] = {f"operator_{i}": operator(i) for i in ids}
-    namespace |= {"int64": int, "UNKNOWN_OPERATOR": UNKNOWN}
+    namespace |= {"uint32": int, "UNKNOWN_OPERATOR": UNKNOWN}
     exec(compile(render(ids, hot), "switch", "exec"), namespace)
     dispatch: Callable[..., Any] = namespace["gpuos_dispatch"]
     return dispatch
@@ -130,7 +130,7 @@ def test_neighbours_that_share_a_body_are_one_case() -> None:
         (9, 9, "gpuos_op_9_k9"),
     ]
     text = environment().get_template("switch.py.jinja").render(cases=found, hot="")
-    namespace: dict[str, Any] = {"int64": int, "UNKNOWN_OPERATOR": UNKNOWN, "both": lambda *a: "both"}
+    namespace: dict[str, Any] = {"uint32": int, "UNKNOWN_OPERATOR": UNKNOWN, "both": lambda *a: "both"}
     namespace |= {f"gpuos_op_{i}_k{i}": lambda *a, i=i: i for i in (4, 9)}
     exec(compile(text, "switch", "exec"), namespace)
     got = [namespace["gpuos_dispatch"]("context", i, "task", "tile", "arena") for i in range(11)]

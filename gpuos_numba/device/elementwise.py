@@ -90,7 +90,7 @@ def make_plain(m: Primitives, arity: int, make: Factory, half: bool = False) -> 
     """The plain body of one function of one or two operands."""
     lanes = _lanes_half(m) if half else _lanes_f32(m)
     function = _make_leaf(m, make)
-    first_binary = 0 if arity == 2 else 1 << 32
+    first_binary = 0 if arity == 2 else (1 << 32) - 1
     return _make_plain(m, lanes, _make_lanes(m, function, lanes.count), function, first_binary)
 
 
@@ -102,7 +102,7 @@ def make_plain_shared(m: Primitives, entries: Sequence[Entry], first_binary: int
 
 
 def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_binary: int) -> Body:
-    u64 = m.u64
+    u64, u32 = m.u64, np.uint32  # op_ids are compared in one instruction instead of two
     thread_index, block_width = m.thread_index, m.block_width
     load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
     load, store, load1, store1 = lanes.load, lanes.store, lanes.load1, lanes.store1
@@ -113,24 +113,18 @@ def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_bin
     assert offset("op_id") == 0 and offset("tiles") == 12
     ZERO, ONE, FIFTEEN, SIXTEEN = u64(0), u64(1), u64(15), u64(16)
     LANES, REST, SIZE = u64(lanes.count), u64(lanes.count - 1), u64(lanes.bytes)
-    TO_VECTOR, BINARY = u64(lanes.count.bit_length() - 1), u64(first_binary)
+    TO_VECTOR, BINARY = u64(lanes.count.bit_length() - 1), u32(first_binary)
     NOTHING = m.f32(0)
     NOTHINGS = (NOTHING,) * lanes.count
     OK = np.int32(Status.OK)
 
     def vector(op: Any, kind: Any, x: Any, y: Any) -> Any:
         a = load(kind, x)
-        b = a
-        if op >= BINARY:
-            b = load(kind, y)
+        b = load(kind, y)
         return pick(op, a, b, NOTHINGS, NOTHING, NOTHING)
 
     def single(op: Any, kind: Any, x: Any, y: Any) -> Any:
-        a = load1(kind, x)
-        b = a
-        if op >= BINARY:
-            b = load1(kind, y)
-        return pick1(op, a, b, NOTHING, NOTHING, NOTHING)
+        return pick1(op, load1(kind, x), load1(kind, y), NOTHING, NOTHING, NOTHING)
 
     vector, single = m.device(vector), m.device(single)
 
@@ -140,7 +134,9 @@ def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_bin
         out = load_task_u64(task + OUTPUT)
         count = load_task_u64(task + COUNT)
         kind = load_task_u32(task + DTYPES) & FIFTEEN
-        op = head & LOW_HALF
+        op = u32(head & LOW_HALF)
+        if op < BINARY:
+            y = x  # loaded and not used: a branch around the load would make it wait for the first
         tiles = shape >> HALF
         thread = thread_index()
         width = block_width()
@@ -376,7 +372,7 @@ def _make_typed(
     first_dividing: int,
     last_dividing: int | None = None,
 ) -> Body:
-    u64 = m.u64
+    u64, u32 = m.u64, np.uint32
     thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
     load_u64, load_task_u64, load_task_u32 = m.load_u64, m.load_task_u64, m.load_task_u32
     store_u64, load_long = m.store_u64, m.load_long
@@ -395,9 +391,9 @@ def _make_typed(
     STRIDED, NUMBER, SLOT_MASK = u64(Flag.STRIDED), u64(IMMEDIATE), u64(0xFFFF)
     ZERO, ONE, TWO, THREE, FOUR = (u64(n) for n in (0, 1, 2, 3, 4))
     SEVEN, EIGHT, FIFTEEN, SIXTEEN = (u64(n) for n in (7, 8, 15, 16))
-    LOW_HALF, HALF, FIRST = u64(0xFFFFFFFF), u64(32), u64(first_dividing)
+    LOW_HALF, HALF, FIRST = u64(0xFFFFFFFF), u64(32), u32(first_dividing)
     HUGE = u64(1 << 32)
-    LAST = u64(first_dividing if last_dividing is None else last_dividing)
+    LAST = u32(first_dividing if last_dividing is None else last_dividing)
     OK, DIVISION_BY_ZERO = np.int32(Status.OK), np.int32(Status.DIVISION_BY_ZERO)
 
     def lane(kind: Any, base: Any, size: Any, at: Any) -> Any:
@@ -437,7 +433,7 @@ def _make_typed(
 
     def typed(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         head = load_task_u64(task)
-        op = head & LOW_HALF
+        op = u32(head & LOW_HALF)
         x = load_task_u64(task + INPUTS)
         y = load_task_u64(task + INPUTS + EIGHT)
         z = load_task_u64(task + INPUTS + SIXTEEN)
@@ -584,7 +580,7 @@ def _make_tree(m: Primitives, entries: Sequence[Entry], lanes: int) -> Body:
         return _make_lanes(m, _make_leaf(m, entries[0].make), lanes)
     middle = len(entries) // 2
     lower, upper = _make_tree(m, entries[:middle], lanes), _make_tree(m, entries[middle:], lanes)
-    MIDDLE = m.u64(entries[middle].op_id)
+    MIDDLE = np.uint32(entries[middle].op_id)
 
     def pick(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         if op < MIDDLE:

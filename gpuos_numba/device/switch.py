@@ -40,7 +40,7 @@ def build(kernels: Sequence[Kernel], externals: dict[str, Any]) -> Callable[...,
     """The switch as a function; `externals` maps each body's symbol to something callable."""
     namespace: dict[str, Any] = {
         **externals,
-        "int64": np.int64,
+        "uint32": np.uint32,
         "UNKNOWN_OPERATOR": np.int32(Status.UNKNOWN_OPERATOR),
     }
     exec(compile(render(kernels), "templates/switch.py.jinja", "exec"), namespace)
