@@ -239,6 +239,18 @@ def test_codes_of_special_rows(runtime: gpuos.Runtime) -> None:
     np.testing.assert_allclose(decoded[1], x[1], atol=0.5 / 127)
 
 
+def test_codes_are_those_of_a_division(runtime: gpuos.Runtime) -> None:
+    random = np.random.default_rng(0)
+    for exponent in (-149, -140, -126, -100, -60, -53, -1, 0, 7, 60, 67, 100, 120):
+        x = np.ldexp(random.random((64, 128)).astype(F32) * 2 - 1, exponent).astype(F32)
+        testing.check(runtime, "kv_quantize", x)
+        # Quotients at and beside halves: a scale of one and of what is no power of two.
+        halves = np.ldexp((np.arange(128) - 64).astype(F32) + 0.5, exponent)
+        for most in (127, 126.9, 100):
+            row = np.concatenate([halves, np.nextafter(halves, F32(0)), [np.ldexp(F32(most), exponent)]])
+            testing.check(runtime, "kv_quantize", row.astype(F32))
+
+
 def test_refusals_come_before_enqueueing(runtime: gpuos.Runtime) -> None:
     submitted = runtime.stats().submitted
     codes, scales = np.zeros((2, 8), np.int8), np.zeros(2, F32)

@@ -284,7 +284,8 @@ def make_quantize(m: Primitives, strided: bool) -> Body:
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, divide = m.thread_index, m.block_width, m.warp_width, m.divide
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    store_f32, store_u8, round_even = m.store_f32, m.store_u8, m.round_even
+    store_f32, store_u8 = m.store_f32, m.store_u8
+    round_even, fused_multiply_add = m.round_even, m.fused_multiply_add
     kind_of, (element_of, step_of) = make_kind_of(m), make_access(m, strided)
     itemsize, chunk_count, fill8, load8 = make_itemsize(m), make_chunk_count(m), make_fill8(m), make_load8(m)
     max8, group_max, store_i64x8 = make_max8(m), make_group_max(m), make_store_i64x8(m)
@@ -294,7 +295,8 @@ def make_quantize(m: Primitives, strided: bool) -> Body:
     X, CODES, SCALES = u64(0), u64(OUTPUT), u64(OUTPUT + 1)
     ZERO, ONE, TWO, THREE, FOUR, FIVE, SIX, SEVEN = (u64(n) for n in range(8))
     EIGHT, FIFTEEN, IS_WIDE, AREA, I8 = u64(8), u64(15), u64(WIDE), u64(AREA_BYTES), u64(DType.I8)
-    NOTHING, MOST, LEAST = f32(0), f32(127), f32(-127)
+    NOTHING, UNIT, MOST, LEAST = f32(0), f32(1), f32(127), f32(-127)
+    SMALL, LARGE, UP, DOWN = f32(2.0**-60), f32(2.0**60), f32(2.0**64), f32(2.0**-64)
     NO_CODE = np.int64(0)
     OK = np.int32(0)
 
@@ -317,10 +319,20 @@ def make_quantize(m: Primitives, strided: bool) -> Body:
 
     magnitude8 = m.device(magnitude8)
 
-    def code(x: Any, scale: Any) -> Any:
-        if scale == NOTHING:
-            return NO_CODE
-        value = round_even(x / scale)
+    def balance(scale: Any) -> Any:
+        """A power of two that takes the scale, and rows with it, to where reciprocals are exact enough."""
+        if scale < SMALL:
+            return UP
+        if scale > LARGE:
+            return DOWN
+        return UNIT
+
+    balance = m.device(balance)
+
+    def code(x: Any, scale: Any, share: Any) -> Any:
+        """x / scale, rounded to even. share is 1 / scale: two fused steps make of it the rounded quotient."""
+        value = x * share
+        value = round_even(fused_multiply_add(fused_multiply_add(-value, scale, x), share, value))
         if value != value:
             return NO_CODE
         # A scale that was rounded down, among the smallest numbers, may lead further out.
@@ -381,20 +393,25 @@ def make_quantize(m: Primitives, strided: bool) -> Body:
                 most = larger(most, max8(fill8(magnitude8(v), count, NOTHING)))
                 j += leap
             scale = group_max(wide, most, area) / MOST
+            factor = balance(scale)
+            balanced = scale * factor
+            share = NOTHING
+            if scale != NOTHING:
+                share = UNIT / balanced
             area = arena + (arena + AREA - area)  # the other one: see reductions
             j = start
             while j < length:
                 count = chunk_count(j, length, apart)
                 v = load8(vector, kind, base + j * step, apart * step, count)
                 codes = (
-                    code(v[0], scale),
-                    code(v[1], scale),
-                    code(v[2], scale),
-                    code(v[3], scale),
-                    code(v[4], scale),
-                    code(v[5], scale),
-                    code(v[6], scale),
-                    code(v[7], scale),
+                    code(v[0] * factor, balanced, share),
+                    code(v[1] * factor, balanced, share),
+                    code(v[2] * factor, balanced, share),
+                    code(v[3] * factor, balanced, share),
+                    code(v[4] * factor, balanced, share),
+                    code(v[5] * factor, balanced, share),
+                    code(v[6] * factor, balanced, share),
+                    code(v[7] * factor, balanced, share),
                 )
                 at = target + j * step_out
                 if vector:
