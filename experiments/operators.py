@@ -1,7 +1,7 @@
 """Is every operator right, and is it worth it? `python -m experiments.operators [--machine auto|cpu|cuda]`
 
-- `examples/<operator>`: how many drawn examples (any dtype, shape, strides and values that the operator takes)
-  equal its NumPy spec to the tolerance of the table, with the bytes around its outputs untouched;
+- `examples/<operator>`: how many drawn examples (any dtype, shape, strides and values that the operator
+  takes) equal its NumPy spec to the tolerance of the table, with the bytes around its outputs untouched;
 - `dependent/<case>`, `independent/<case>`: time of a call in a chain and among many, by gpuos, by eager
   PyTorch and by a replayed CUDA Graph of the same calls, in the same rounds. Results are held to the spec
   first. A competitor without such an operation gets the formula that its users write.

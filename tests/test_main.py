@@ -17,7 +17,7 @@ def test_ops_lists_every_operator() -> None:
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)}
     assert list(rows) == list(gpuos_numba.operators())
-    assert rows["add"]["inputs"] == {"fewest": 2, "most": 2} and rows["add"]["dtypes"] == ["float32"]
+    assert rows["add"]["inputs"] == {"fewest": 2, "most": 2} and "bfloat16" in rows["add"]["dtypes"]
     assert rows["fill"]["parameters"] == {"value": "required"}
     assert rows["sum"]["op_ids"] and rows["softmax"]["tolerance"]["float32"] > 0
 

@@ -13,6 +13,7 @@ from gpuos_numba.device.operators import KERNELS, TABLE
 pytest.importorskip("numba.cuda", reason="no numba-cuda here: what the GPU would run stays unproved")
 pytest.importorskip("cuda.core", reason="no CUDA toolchain here: what the GPU would run stays unproved")
 
+from gpuos_numba.device.switch import HOT
 from gpuos_numba.machines import cuda_compile
 from gpuos_numba.machines.cuda_compile import PUMP, WORKER
 
@@ -133,15 +134,17 @@ def test_a_store_ahead_of_its_fence_is_seen() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"sm_{target[0]}{target[1]}")
-def test_it_links_without_spills(target: tuple[int, int]) -> None:
+def test_what_is_called_all_the_time_saves_no_registers(target: tuple[int, int]) -> None:
     generation = cuda_compile.build(target, THREADS)
     assert generation.cubin.startswith(b"\x7fELF")
-    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    frames = re.findall(sizes, generation.log)
-    assert frames, generation.log
-    assert set(frames) == {("0", "0", "0")}, generation.log
-    (registers,) = re.findall(r"Used (\d+) registers", generation.log)
-    assert int(registers) <= REGISTERS
+    sizes = r"Function properties for (\S+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores"
+    frames = {symbol: int(frame) for symbol, frame, _ in re.findall(sizes, generation.log)}
+    assert {kernel.symbol for kernel in KERNELS.values()} <= set(frames)
+    # A body that needs more registers than it may use freely saves those of the worker, which costs a task a
+    # microsecond or two: bearable only where it runs for many. The worker itself does so once a launch.
+    light = {"gpuos_plain", "gpuos_half", "gpuos_typed_f32", "gpuos_typed_i64", "gpuos_op_0_nop"}
+    assert {symbol: frames[symbol] for symbol in light} == dict.fromkeys(light, 0)
+    assert max(frames.values()) <= 1024, frames
 
 
 def test_nothing_lives_in_local_memory(ptx: dict[str, str]) -> None:
@@ -150,6 +153,8 @@ def test_nothing_lives_in_local_memory(ptx: dict[str, str]) -> None:
 
 def test_the_switch_calls_every_operator(ptx: dict[str, str]) -> None:
     for kernel in KERNELS.values():
+        if kernel.symbol != HOT:  # part of the worker
+            assert re.search(rf"call\.uni \(retval0\),\s+{kernel.symbol},", ptx[WORKER])
         assert re.search(rf"call\.uni \(retval0\),\s+{kernel.symbol},", ptx["gpuos_dispatch"])
 
 
@@ -225,8 +230,8 @@ def test_the_worker_copies_descriptors_past_l1(flow: Callable[[str], Flow]) -> N
 
 def test_add_moves_16_bytes_at_a_time(ptx: dict[str, str]) -> None:
     add = ptx[TABLE["add"].kernels[0].symbol]
-    assert add.count("ld.global.v4.f32") >= 8  # four steps in flight
-    assert add.count("st.global.v4.f32") >= 4
+    assert add.count("ld.global.v4.f32") >= 6  # one vector, or two in flight
+    assert add.count("st.global.v4.f32") >= 3
 
 
 def test_relu_compares_because_max_drops_nan(ptx: dict[str, str]) -> None:

@@ -220,6 +220,7 @@ def compile_parts(threads: int, output: str) -> dict[str, Any]:
     return {symbol: compile_part(symbol, threads, output) for symbol in part_symbols()}
 
 
+@functools.cache
 def _compile_parts_apart(threads: int, output: str) -> dict[str, Any]:
     """Every part, compiled by as many processes as there are cores: Numba holds the GIL.
 
