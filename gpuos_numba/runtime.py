@@ -40,6 +40,7 @@ from .errors import (
     ArgumentError,
     ClosedError,
     DTypeError,
+    GpuosError,
     HangError,
     MachineError,
     QueueFull,
@@ -52,6 +53,7 @@ from .host.arrays import ArrayView, empty_like_on, validate_output
 from .host.completion import Ticket, explain
 from .host.layouts import LayoutTable
 from .host.lease import Keeper
+from .inject.live import Injected
 from .machines.base import Machine
 from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
 
@@ -277,6 +279,7 @@ class Runtime:
         self._local = _PerThread()
         self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
         self._reported = 0  # failures that synchronize has raised for
+        self._injected = Injected()
         self._plain = isinstance(getattr(self._machine, "stream_query", None), int)
         self._plain_limit = PLAIN_LIMIT
         self._prepared: set[int] = set()  # kernels that this Runtime has used
@@ -295,7 +298,7 @@ class Runtime:
 
     def submit(
         self,
-        op: str,
+        op: str | Operator,
         inputs: Sequence[Any] = (),
         out: Any = None,
         *,
@@ -306,7 +309,7 @@ class Runtime:
         """Enqueue one task.
 
         Args:
-            op: name of an operator, see `gpuos_numba.operators()`.
+            op: name of an operator, see `gpuos_numba.operators()`; or what `inject` returned.
             inputs: arrays, broadcast against each other by NumPy's rules.
             out: array of the broadcast shape to write; None allocates one like the first input.
             after: at most two tickets of this Runtime that must complete before.
@@ -324,7 +327,7 @@ class Runtime:
 
     def try_submit(
         self,
-        op: str,
+        op: str | Operator,
         inputs: Sequence[Any] = (),
         out: Any = None,
         *,
@@ -340,18 +343,18 @@ class Runtime:
         except QueueFull:
             return None
 
-    def infer(self, op: str, inputs: Sequence[Any] = (), **parameters: Any) -> tuple[Result, ...]:
+    def infer(self, op: str | Operator, inputs: Sequence[Any] = (), **parameters: Any) -> tuple[Result, ...]:
         """What the outputs of a call would be: (shape, dtype) each. Enqueues nothing.
 
         Raises:
             UnknownOperatorError, ArgumentError, DTypeError, DeviceError: as `submit` would.
         """
         operator = self._operator(op)
-        sources = [self._source(operator, array, f"inputs[{i}]", i) for i, array in enumerate(inputs)]
+        sources = self._sources(operator, inputs)
         items = tuple(operator.read_parameters(parameters).items())
         return _infer(operator, tuple(_operand(source) for source in sources), items)
 
-    def batch(self, op: str, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: Any) -> Batch:
+    def batch(self, op: str | Operator, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: Any) -> Batch:
         """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing."""
         self._check_open()
         operator = self._operator(op)
@@ -365,7 +368,7 @@ class Runtime:
             walks.append(walk)
             streams.update(view.stream for view in views if view.stream is not None)
         tasks = np.frombuffer(b"".join(records), TASK).copy()
-        batch = Batch(tasks, op, outputs, owners, walks)
+        batch = Batch(tasks, operator.name, outputs, owners, walks)
         batch._streams = streams
         batch._sources = {type(owner): owner for group in owners for owner in group}
         return batch
@@ -476,7 +479,7 @@ class Runtime:
             launches=launches,
             relaunches=max(0, launches - 1),
             workers=int(state["workers"][0]),
-            generation=1,
+            generation=self._injected.generation,
         )
 
     def close(self, force: bool = False) -> None:
@@ -529,10 +532,93 @@ class Runtime:
                 'with the "spawn" method if they use CUDA'
             )
 
-    def _operator(self, name: str) -> Operator:
-        operator = TABLE.get(name)
+    # --- injection ---
+
+    def inject(
+        self,
+        name: Any,
+        expression: Any = None,
+        *,
+        arguments: Sequence[str] | None = None,
+        replace: bool = False,
+    ) -> Operator:
+        """Add an element-wise operator of one to three arrays while the executor serves; nobody pauses.
+
+            rt.inject("swish", "x / (1 + exp(-x))")
+            rt.swish(a)
+
+        It computes in f32 on f32, f16 and bf16, at once, by the interpreter that every executor has.
+
+        Args:
+            name: how it is called; or a small Python function, which names itself: it is read, never called.
+            expression: over x, y, z or `arguments`; see `gpuos_numba.inject.check` for the language.
+            arguments: the expression's variables, in the order of the inputs.
+            replace: whether an operator injected under that name before may be replaced. Tasks submitted
+                before keep the one they were submitted with.
+
+        Raises:
+            ExpressionError: the expression is outside the language; names the column. Nothing is changed.
+            ArgumentError: the name is taken or none, or the expression is too large.
+        """
+        from .inject import request
+        from .inject.check import check_name
+        from .inject.live import make_interpreted
+
+        self._check_open()
+        begin = time.perf_counter()
+        try:
+            if expression is None and callable(name):
+                name, expression = None, name
+            asked = request.elementwise(name, expression, arguments)
+            check_name(asked.name, reserved={*TABLE, *dir(Runtime)})
+            checked = time.perf_counter()
+            operator = make_interpreted(asked, self._machine.upload)
+            self._prepare(operator.kernels[0].op_id)
+            now = time.perf_counter()
+            self._injected.publish(operator, replace, {"check": checked - begin, "place": now - checked})
+        except GpuosError as error:
+            self._injected.refuse(str(name), str(error))
+            raise
+        return operator
+
+    def operator(self, function: Any) -> Any:
+        """Decorator: inject a small Python function, replacing what it injected before.
+
+            @rt.operator
+            def swish(x):
+                return x / (1 + exp(-x))
+
+        Returns the injected Operator, which `submit` takes. Raises as `inject` does.
+        """
+        return self.inject(function, replace=True)
+
+    def rollback(self) -> str:
+        """Undo the last `inject`; returns the name of the operator that it was about.
+
+        Raises:
+            ArgumentError: there is nothing to undo.
+        """
+        self._check_open()
+        return self._injected.rollback()
+
+    def __getattr__(self, name: str) -> Any:
+        injected = self.__dict__.get("_injected")
+        operator = injected.get(name) if injected is not None else None
         if operator is None:
-            raise UnknownOperatorError(f"operator {name!r} is not in the table: {', '.join(TABLE)}")
+            raise AttributeError(f"{type(self).__name__} has no attribute or operator {name!r}")
+
+        def call(*inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
+            return self.submit(name, inputs, out, after=after, **scalars)
+
+        return call
+
+    def _operator(self, name: str | Operator) -> Operator:
+        if not isinstance(name, str):
+            return name
+        operator = TABLE.get(name) or self._injected.get(name)
+        if operator is None:
+            known = ", ".join((*TABLE, *self._injected.names()))
+            raise UnknownOperatorError(f"operator {name!r} is not in the table: {known}")
         return operator
 
     def _check(
@@ -545,8 +631,7 @@ class Runtime:
             raise ArgumentError(
                 f"{operator.name} takes {wanted} input(s), {len(inputs)} given: {operator.formula}"
             )
-        names = [f"inputs[{index}]" for index in range(len(inputs))]
-        sources = [self._source(operator, array, names[i], i) for i, array in enumerate(inputs)]
+        sources = self._sources(operator, inputs)
         operands = tuple(_operand(source) for source in sources)
         items = tuple(operator.read_parameters(given).items()) if operator.parameters or given else ()
         targets, out = self._targets(operator, inputs, sources, operands, items, out)
@@ -575,6 +660,11 @@ class Runtime:
         scalars = plan.scalars.ljust(SCALAR_BYTES, b"\0")
         head = [plan.op_id, int(flags), 1, tiles, *addresses, plan.count, 0, 0, *[0] * 6, dtypes, scalars]
         return views, out, head, plan.walks
+
+    def _sources(self, operator: Operator, inputs: Sequence[Any]) -> list[Any]:
+        """Views of the inputs, those that lead first."""
+        led = [self._machine.view(each, "its program") for each in operator.leading]
+        return led + [self._source(operator, each, f"inputs[{i}]", i) for i, each in enumerate(inputs)]
 
     def _source(self, operator: Operator, array: Any, name: str, place: int) -> Any:
         """An input as a view, a Python number, or None where it was left out."""
@@ -663,7 +753,8 @@ class Runtime:
         validate_output(target, [], False, name)
         for place, source in enumerate(sources):
             if isinstance(source, ArrayView):
-                validate_output(target, [source], place in operator.same_ok, name, [f"inputs[{place}]"])
+                same_ok, number = place in operator.same_ok, place - len(operator.leading)
+                validate_output(target, [source], same_ok, name, [f"inputs[{number}]"])
         for other, other_name in zip(earlier, names, strict=False):
             validate_output(target, [other], False, name, [other_name])
 
@@ -703,7 +794,7 @@ class Runtime:
 
     def _submit_one(
         self,
-        op: str,
+        op: str | Operator,
         inputs: Sequence[Any],
         out: Any,
         after: Any,
@@ -720,11 +811,11 @@ class Runtime:
         local = self._local
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)
-            return self._send(local.task, op, output, owners, False, after, timeout_s)
+            return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
         with self._layouts.using():
             _TASK.pack_into(local.buffer, 0, *head)
             self._intern(local.task["layouts"][0], walks)
-            return self._send(local.task, op, output, owners, False, after, timeout_s)
+            return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
 
     def _send(
         self,
@@ -851,7 +942,7 @@ class Runtime:
             f"capacity {self.config.capacity}",
             f"  launches: asked for {int(words['enqueued'][0])}, begun {int(state['begun'][0])}, "
             f"parked {int(state['parked'][0])} ({ParkReason(int(state['reason'][0])).name.lower()}); "
-            "generation 1",
+            f"generation {self._injected.generation}",
         ]
         if ingested != claimed and stamp != (ingested + 1) & MASK_64:
             lines.append(f"  position {ingested} is claimed and not published: a producer stalls before it")

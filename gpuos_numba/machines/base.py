@@ -158,6 +158,9 @@ class Machine(Protocol):
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """A copy of a device array's bytes, also while the executor runs. For dumps."""
 
+    def upload(self, data: bytes) -> Any:
+        """Bytes as an array that the device reads, freed when nobody holds it. Waits for no executor."""
+
     def view(self, array: Any, name: str) -> Any:
         """`host.arrays.ArrayView` of an operand, or the error that says why it cannot be one."""
 

@@ -150,6 +150,9 @@ class CpuMachine:
         at = self._offsets[name]
         return self._device[at : at + self._sizes[name]].copy()
 
+    def upload(self, data: bytes) -> np.ndarray[Any, Any]:
+        return np.frombuffer(data, np.uint8).copy()
+
     def view(self, array: Any, name: str) -> ArrayView:
         return view_cpu(array, name)
 

@@ -67,6 +67,25 @@ def _free_host(driver: Any, context: Any, pinned: int, device: Any) -> None:
     driver.cuDevicePrimaryCtxRelease(device)
 
 
+def _free_device(driver: Any, context: Any, pointer: int) -> None:
+    driver.cuCtxPushCurrent(context)
+    driver.cuMemFreeAsync(pointer, 0)
+    driver.cuCtxPopCurrent()
+
+
+class DeviceBytes:
+    """Device memory of a program: what `__cuda_array_interface__` says, and nothing else."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.shape = (size,)
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
 class CudaMachine:
     """See `base.Machine`. Raises MachineError where no suitable GPU, driver or toolchain is found."""
 
@@ -201,6 +220,18 @@ class CudaMachine:
             _check(self._driver.cuMemcpyDtoHAsync(values.ctypes.data, source, values.nbytes, self._copies))
             _check(self._driver.cuStreamSynchronize(self._copies))
         return values
+
+    def upload(self, data: bytes) -> DeviceBytes:
+        driver = self._driver
+        with self._current():
+            # From a pool: cuMemFree would wait until the executor has left.
+            pointer = int(_check(driver.cuMemAllocAsync(len(data), self._copies)))
+            _check(driver.cuMemcpyHtoDAsync(pointer, data, len(data), self._copies))
+            _check(driver.cuStreamSynchronize(self._copies))
+        array = DeviceBytes(pointer, len(data))
+        finalizer = weakref.finalize(array, _free_device, driver, self._context_handle, pointer)
+        finalizer.atexit = False
+        return array
 
     def device_of(self, pointer: int) -> int | None:
         """Ordinal of the GPU that a pointer belongs to, None where it is not device memory."""

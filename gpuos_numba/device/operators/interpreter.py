@@ -393,7 +393,10 @@ def run_program(program: bytes, *operands: Array) -> Array:
 _KERNEL: Final = Kernel(INTERPRETER_ID, "interpret", make_interpreter)
 
 
-def _infer(inputs: Sequence[Operand | None], /) -> tuple[Result, ...]:
+def infer(
+    inputs: Sequence[Operand | None], /, operator: str = "interpret", first: int = 1
+) -> tuple[Result, ...]:
+    """Of a program and its operands, which messages call `inputs[first]` and on."""
     program, *operands = inputs
     assert program is not None
     if program.dtype is not DType.U8 or program.immediate:
@@ -405,16 +408,16 @@ def _infer(inputs: Sequence[Operand | None], /) -> tuple[Result, ...]:
             f"inputs[0], a program of {program.elements} bytes: give a multiple of 8 up to {MAX_PROGRAM}"
         )
     given, names = [], []
-    for place, each in enumerate(operands, 1):
+    for place, each in enumerate(operands, first):
         if each is None:
             raise ArgumentError(f"inputs[{place}] is None: leave it out, and those after it")
         if not each.immediate and each.dtype not in FLOATS:
-            raise refuse_dtype("interpret", f"inputs[{place}]", each.dtype, FLOATS)
+            raise refuse_dtype(operator, f"inputs[{place}]", each.dtype, FLOATS)
         given.append(each)
         names.append(f"inputs[{place}]")
     arrays = {each.dtype for each in given if not each.immediate}
     if not arrays:
-        raise ArgumentError("interpret of numbers alone: give it at least one array")
+        raise ArgumentError(f"{operator} of numbers alone: give it at least one array")
     dtype = arrays.pop() if len(arrays) == 1 else DType.F32
     return (Result(broadcast_shape(given, names), dtype),)
 
@@ -494,7 +497,7 @@ OPERATORS: Final = (
         1,
         FLOATS,
         "what the program inputs[0] makes of the elements of inputs[1], inputs[2] and inputs[3]",
-        _infer,
+        infer,
         _plan,
         (_KERNEL,),
         _spec,

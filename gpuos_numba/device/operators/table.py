@@ -288,6 +288,7 @@ class Operator:
         casts: `out` may have another dtype that the result may be cast to, as PyTorch has it: not from
             float to integer, nor from either to bool.
         plain: contiguous f32 operands of one shape need no more than the first kernel and their addresses.
+        leading: arrays that the Runtime puts ahead of the caller's inputs; `infer` and `plan` see them too.
     """
 
     name: str
@@ -312,6 +313,7 @@ class Operator:
     updates: bool = False
     casts: bool = False
     plain: bool = False
+    leading: tuple[Any, ...] = ()
     _by_name: Mapping[str, Parameter] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
