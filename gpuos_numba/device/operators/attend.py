@@ -1,0 +1,1406 @@
+"""Attention: queries, keys and values arrive, weighted means of the values leave.
+
+The work is cut into units: one chunk of the keys of one kv head, for up to four queries that share it (a
+bundle: query heads of the group, then neighbouring queries), so that keys and values are read once for all of
+them. A unit's result is a largest score, a sum of exp(score - largest) and a sum of values so weighted. With
+one chunk it is written as it is; with more it goes to the workspace, and the merge call joins the chunks.
+
+Within a unit a group of 8, 16 or 32 lanes works on eight keys at a time (four of f32): each lane has eight
+elements of every key, a 16-byte access. Lanes exchange partial products until each has the whole score of one
+key. While one batch is computed with, the next is on its way. Where rows of keys or values are not aligned,
+not contiguous, or not a multiple of eight long, and on a machine whose warps are single threads, a group works
+on one key at a time instead, on any part of it, with its sums in scratch.
+
+A key whose weight is exactly 0, because it is masked or far below the largest, takes nothing from its value,
+also where that is infinite or NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from ...descriptor import FIFTH_INPUT, LAYOUT_BYTES, DType, Status, layout_offset, offset
+from ...machines.base import Body, Primitives
+from ...protocol import ARENA_BYTES
+from ..chunks import make_at, make_chunk_count, make_fill8, make_load8, make_spread_f32, make_unpack8
+from ..elements import make_itemsize, make_load_f32, make_load_i64, make_store_f32
+from ..operands import OUTPUT, make_address_of, make_is_strided, make_kind_of, make_layout_of
+from ..reductions import make_larger
+from .table import ATTENTION_IDS
+
+SDPA, PAGED = range(2)
+
+BUNDLE: Final = 4
+"""Queries of a unit."""
+
+LARGEST_DIM: Final = 256
+
+# The scalars: f32 scale; a word of small numbers; then four 32-bit numbers, or two and the fifth address.
+SMALL: Final = 4
+DIM_BITS, CAUSAL_BITS, CHUNK_BITS, GROUP_BITS = 8, 2, 10, 12
+CAUSAL_AT: Final = DIM_BITS
+CHUNK_AT: Final = CAUSAL_AT + CAUSAL_BITS
+GROUP_AT: Final = CHUNK_AT + CHUNK_BITS
+KEYS, QUERIES, HEADS, WINDOW = 8, 12, 16, 20
+PAGE, PAGES = 8, 12
+assert GROUP_AT + GROUP_BITS == 32 and PAGES + 4 <= FIFTH_INPUT
+
+NOT_CAUSAL, UPPER_LEFT, LOWER_RIGHT = range(3)
+
+RECORD_HEAD: Final = 16
+"""Bytes before the weighted values of a record in the workspace: f32 largest and sum, and 8 unused."""
+
+# Scratch: the bundle's rows, the pages of its sequence, what groups join, a query, and weighted values.
+ROWS_AT: Final = 0  # a row: address of the query, first key behind those it sees, mask, where its result goes
+ROW_BYTES: Final = 32
+PAGING_AT: Final = ROWS_AT + BUNDLE * ROW_BYTES  # address of the table's row, its step, keys a page, pages
+MOST_THREADS: Final = 256  # of a block that work; more are idle
+MOST_GROUPS: Final = MOST_THREADS // 8
+TOPS_AT: Final = PAGING_AT + 32  # f32 of each group
+SUMS_AT: Final = TOPS_AT + 4 * MOST_GROUPS
+QUERY_AT: Final = SUMS_AT + 4 * MOST_GROUPS
+VALUES_AT: Final = QUERY_AT + 4 * LARGEST_DIM  # f32 of each group: as many as a value has, eight a thread
+assert VALUES_AT + 4 * 8 * MOST_THREADS <= ARENA_BYTES
+
+
+def record_bytes(dim: int) -> int:
+    """Bytes that one chunk of one row takes in the workspace."""
+    return RECORD_HEAD + (dim + 3) // 4 * 16
+
+
+def pack_small(dim: int, causal: int, chunks: int, group: int) -> int:
+    """The word of small numbers."""
+    return dim - 1 | causal << CAUSAL_AT | chunks - 1 << CHUNK_AT | group - 1 << GROUP_AT
+
+
+@functools.cache
+def make_field(m: Primitives) -> Body:
+    """`field_of(task, at, bits)`: a small number."""
+    u64, load_u32 = m.u64, m.load_task_u32
+    AT, ONE = u64(offset("scalars") + SMALL), u64(1)
+
+    def field_of(task: Any, at: Any, bits: Any) -> Any:
+        return (load_u32(task + AT) >> at) & ((ONE << bits) - ONE)
+
+    return m.device(field_of)
+
+
+@functools.cache
+def make_shape(m: Primitives) -> Body:
+    """`shape_of(context, task, paged)` -> (kv heads, queries): the sizes that a unit's number is made of."""
+    u64, load_u64, load_u32 = m.u64, m.load_u64, m.load_task_u32
+    layout_of = make_layout_of(m)
+    SCALARS, AT_HEADS, AT_QUERIES = u64(offset("scalars")), u64(HEADS), u64(QUERIES)
+    ONE, DIM_2 = u64(1), u64(layout_offset("shape") + 16)
+
+    def shape_of(context: Any, task: Any, paged: Any) -> Any:
+        if paged:
+            return load_u64(layout_of(context, task, ONE) + DIM_2), ONE
+        return load_u32(task + SCALARS + AT_HEADS), load_u32(task + SCALARS + AT_QUERIES)
+
+    return m.device(shape_of)
+
+
+@functools.cache
+def make_steps(m: Primitives) -> Body:
+    """`steps_of(context, task, place, heads, rows, dim)`: bytes from one element to the next along each of the
+    4 dims, where an operand without a layout is [.., heads, rows, dim] without gaps."""
+    u64, load_u64 = m.u64, m.load_u64
+    layout_of, is_strided, kind_of, itemsize = (
+        make_layout_of(m),
+        make_is_strided(m),
+        make_kind_of(m),
+        make_itemsize(m),
+    )
+    STRIDES, EIGHT, SIXTEEN, LAST = u64(layout_offset("strides")), u64(8), u64(16), u64(24)
+    assert layout_offset("strides") + 32 <= LAYOUT_BYTES
+
+    def steps_of(context: Any, task: Any, place: Any, heads: Any, rows: Any, dim: Any) -> Any:
+        size = itemsize(kind_of(task, place))
+        if is_strided(task):
+            steps = layout_of(context, task, place) + STRIDES
+            return (
+                load_u64(steps) * size,
+                load_u64(steps + EIGHT) * size,
+                load_u64(steps + SIXTEEN) * size,
+                load_u64(steps + LAST) * size,
+            )
+        row = dim * size
+        return heads * rows * row, rows * row, row, size
+
+    return m.device(steps_of)
+
+
+@functools.cache
+def make_row_place(m: Primitives) -> Body:
+    """`row_place(context, task, paged, place, pair, row)`: address of a row of the queries, or of the output.
+
+    Rows of a pair of batch and kv head are counted with the query heads of the group innermost.
+    """
+    u64, divide = m.u64, m.divide
+    address_of, field_of, shape_of, steps_of = make_address_of(m), make_field(m), make_shape(m), make_steps(m)
+    ONE, BITS_DIM, AT_GROUP, BITS_GROUP = u64(1), u64(DIM_BITS), u64(GROUP_AT), u64(GROUP_BITS)
+    ZERO = u64(0)
+
+    def row_place(context: Any, task: Any, paged: Any, place: Any, pair: Any, row: Any) -> Any:
+        heads, queries = shape_of(context, task, paged)
+        group = field_of(task, AT_GROUP, BITS_GROUP) + ONE
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        batch = divide(pair, heads)
+        query = divide(row, group)
+        head = (pair - batch * heads) * group + (row - query * group)
+        steps = steps_of(context, task, place, heads * group, queries, dim)
+        return address_of(task, place) + batch * steps[0] + head * steps[1] + query * steps[2]
+
+    return m.device(row_place)
+
+
+@functools.cache
+def make_look_up(m: Primitives) -> Body:
+    """`look_up(task, arena, paged, key)` -> (page, key within it, whether there is such a page)."""
+    u64, divide, load_u64 = m.u64, m.divide, m.load_task_u64
+    load_i64, kind_of = make_load_i64(m), make_kind_of(m)
+    PAGING, EIGHT, SIXTEEN, LAST = u64(PAGING_AT), u64(8), u64(16), u64(24)
+    ZERO, TABLES = u64(0), u64(3)
+
+    def look_up(task: Any, arena: Any, paged: Any, key: Any) -> Any:
+        page, inside, there = ZERO, key, True
+        if paged:
+            length = load_u64(arena + PAGING + SIXTEEN)
+            turn = divide(key, length)
+            inside = key - turn * length
+            at = load_u64(arena + PAGING) + turn * load_u64(arena + PAGING + EIGHT)
+            page = u64(load_i64(kind_of(task, TABLES), at))  # a negative one is past all pages
+            there = page < load_u64(arena + PAGING + LAST)
+        return page, inside, there
+
+    return m.device(look_up)
+
+
+@functools.cache
+def make_admit(m: Primitives) -> Body:
+    """`admit(task, seen, score, mask, offset)`: the score with its mask, -inf where the key takes no part."""
+    u64, load_u8 = m.u64, m.load_u8
+    kind_of, load_f32 = make_kind_of(m), make_load_f32(m)
+    ZERO, MASK, BOOL, LEAST = u64(0), u64(3), u64(DType.BOOL), m.f32(-np.inf)
+
+    def admit(task: Any, seen: Any, score: Any, mask: Any, at: Any) -> Any:
+        result = LEAST
+        if seen:
+            result = score
+            if mask != ZERO:
+                kind = kind_of(task, MASK)
+                if kind == BOOL:
+                    if load_u8(mask + at) == ZERO:
+                        result = LEAST
+                else:
+                    bias = load_f32(kind, mask + at)
+                    result = score + bias
+                    if bias == LEAST:
+                        result = LEAST
+        return result
+
+    return m.device(admit)
+
+
+@functools.cache
+def make_base(m: Primitives) -> Body:
+    """`base_of(largest)`: what scores are taken relative to: the largest, 0 where none takes part."""
+    LEAST, NOTHING = m.f32(-np.inf), m.f32(0)
+
+    def base_of(largest: Any) -> Any:
+        if largest == LEAST:
+            return NOTHING
+        return largest
+
+    return m.device(base_of)
+
+
+@functools.cache
+def make_dot8(m: Primitives) -> Body:
+    """`dot8(v, w)`: the sum of eight products."""
+    fma = m.fused_multiply_add
+
+    def dot8(v: Any, w: Any) -> Any:
+        total = fma(v[1], w[1], v[0] * w[0])
+        total = fma(v[2], w[2], total)
+        total = fma(v[3], w[3], total)
+        total = fma(v[4], w[4], total)
+        total = fma(v[5], w[5], total)
+        total = fma(v[6], w[6], total)
+        return fma(v[7], w[7], total)
+
+    return m.device(dot8)
+
+
+@functools.cache
+def make_add_weighted8(m: Primitives) -> Body:
+    """`add_weighted8(total, weight, v)`: total + weight * v, total alone where the weight is 0."""
+    fma, NOTHING = m.fused_multiply_add, m.f32(0)
+
+    def add_weighted8(total: Any, weight: Any, v: Any) -> Any:
+        if weight != NOTHING:
+            total = (
+                fma(weight, v[0], total[0]),
+                fma(weight, v[1], total[1]),
+                fma(weight, v[2], total[2]),
+                fma(weight, v[3], total[3]),
+                fma(weight, v[4], total[4]),
+                fma(weight, v[5], total[5]),
+                fma(weight, v[6], total[6]),
+                fma(weight, v[7], total[7]),
+            )
+        return total
+
+    return m.device(add_weighted8)
+
+
+@functools.cache
+def make_scale8(m: Primitives) -> Body:
+    """`scale8(v, by)`: eight products."""
+
+    def scale8(v: Any, by: Any) -> Any:
+        return v[0] * by, v[1] * by, v[2] * by, v[3] * by, v[4] * by, v[5] * by, v[6] * by, v[7] * by
+
+    return m.device(scale8)
+
+
+@functools.cache
+def make_scratch8(m: Primitives) -> tuple[Body, Body]:
+    """`load(address)` and `store(address, v)` of eight neighbouring f32 in scratch."""
+    u64, load_f32, store_f32 = m.u64, m.load_scratch_f32, m.store_scratch_f32
+    P1, P2, P3, P4, P5, P6, P7 = (u64(4 * k) for k in range(1, 8))
+
+    def load(address: Any) -> Any:
+        return (
+            load_f32(address),
+            load_f32(address + P1),
+            load_f32(address + P2),
+            load_f32(address + P3),
+            load_f32(address + P4),
+            load_f32(address + P5),
+            load_f32(address + P6),
+            load_f32(address + P7),
+        )
+
+    def store(address: Any, v: Any) -> None:
+        store_f32(address, v[0])
+        store_f32(address + P1, v[1])
+        store_f32(address + P2, v[2])
+        store_f32(address + P3, v[3])
+        store_f32(address + P4, v[4])
+        store_f32(address + P5, v[5])
+        store_f32(address + P6, v[6])
+        store_f32(address + P7, v[7])
+
+    return m.device(load), m.device(store)
+
+
+@functools.cache
+def make_settle_row(m: Primitives) -> tuple[Body, Body]:
+    """How the groups of a block join a row.
+
+    `settle_top(arena, group, part, groups, largest)` -> (the largest of all groups, what this group's sums
+    are to be multiplied with); then each group has its values so multiplied in scratch, and
+    `settle_row(context, task, arena, row, group, part, groups, top, sum)` writes the row.
+    Both are called by all threads; the last barrier frees the scratch.
+    """
+    u64, f32 = m.u64, m.f32
+    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
+    load_f32, store_f32, load_u64 = m.load_scratch_f32, m.store_scratch_f32, m.load_task_u64
+    store_word = m.store_f32
+    store_element, itemsize, kind_of = make_store_f32(m), make_itemsize(m), make_kind_of(m)
+    larger, base_of, field_of = make_larger(m), make_base(m), make_field(m)
+    layout_of, is_strided = make_layout_of(m), make_is_strided(m)
+    load_layout = m.load_u64
+    exp = math.exp
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7))
+    TOPS, SUMS, VALUES = u64(TOPS_AT), u64(SUMS_AT), u64(VALUES_AT)
+    ROWS, ROW_SIZE, TARGET, HEAD = u64(ROWS_AT), u64(ROW_BYTES), u64(24), u64(RECORD_HEAD)
+    BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
+    INNERMOST, OUT = u64(layout_offset("strides") + 24), u64(OUTPUT)
+    NOTHING, LEAST = f32(0), f32(-np.inf)
+
+    def settle_top(arena: Any, group: Any, part: Any, groups: Any, largest: Any) -> Any:
+        if part == ZERO and group < groups:
+            store_f32(arena + TOPS + (group << TWO), largest)
+        barrier()
+        top = LEAST
+        at = ZERO
+        while at < groups:
+            top = larger(top, load_f32(arena + TOPS + (at << TWO)))
+            at += ONE
+        return top, exp(largest - base_of(top))
+
+    def settle_row(
+        context: Any,
+        task: Any,
+        arena: Any,
+        row: Any,
+        group: Any,
+        part: Any,
+        groups: Any,
+        top: Any,
+        sum: Any,
+    ) -> None:
+        if part == ZERO and group < groups:
+            store_f32(arena + SUMS + (group << TWO), sum)
+        barrier()
+        total = NOTHING
+        at = ZERO
+        while at < groups:
+            total += load_f32(arena + SUMS + (at << TWO))
+            at += ONE
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        apart = (dim + SEVEN) >> THREE << FIVE
+        whole = field_of(task, AT_CHUNKS, BITS_CHUNKS) == ZERO
+        target = load_u64(arena + ROWS + row * ROW_SIZE + TARGET)
+        kind = kind_of(task, OUT)
+        step = itemsize(kind)
+        if is_strided(task):
+            step *= load_layout(layout_of(context, task, OUT) + INNERMOST)
+        d = thread_index()
+        if d == ZERO and not whole:
+            store_word(target, top)
+            store_word(target + FOUR, total)
+        while d < dim:
+            value = NOTHING
+            place = arena + VALUES + (d << TWO)
+            at = ZERO
+            while at < groups:
+                value += load_f32(place)
+                place += apart
+                at += ONE
+            if whole:
+                if total != NOTHING:  # it is 0 where no key takes part, and so is the result
+                    value = value / total
+                store_element(kind, target + d * step, value)
+            else:
+                store_word(target + HEAD + (d << TWO), value)
+            d += block_width()
+        barrier()
+
+    return m.device(settle_top), m.device(settle_row)
+
+
+@functools.cache
+def make_single(m: Primitives) -> Body:
+    """`single(...)` -> whether a page was missing: one row of the bundle, key by key.
+
+    Lanes share a key; the parts of it that a lane has need not be one. Works for any layout and width.
+    """
+    u64, f32 = m.u64, m.f32
+    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
+    load_u64, bits_f32, load_u32 = m.load_task_u64, m.bits_f32, m.load_task_u32
+    store_f32, shuffle = m.store_scratch_f32, m.shuffle_xor_f32
+    load_element, kind_of, field_of = make_load_f32(m), make_kind_of(m), make_field(m)
+    load8, fill8, chunk_count = make_load8(m), make_fill8(m), make_chunk_count(m)
+    look_up, admit, base_of, larger = make_look_up(m), make_admit(m), make_base(m), make_larger(m)
+    dot8, add_weighted8, scale8 = make_dot8(m), make_add_weighted8(m), make_scale8(m)
+    settle_top, settle_row = make_settle_row(m)
+    load_values, store_values = make_scratch8(m)
+    exp = math.exp
+    ZERO, ONE, TWO, THREE, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 5, 7))
+    ROWS, ROW_SIZE, STOP, MASK = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(16)
+    QUERY, VALUES, SCALARS, BITS_DIM = u64(QUERY_AT), u64(VALUES_AT), u64(offset("scalars")), u64(DIM_BITS)
+    NOTHING, LEAST = f32(0), f32(-np.inf)
+    NOTHING8 = (NOTHING,) * 8
+
+    def single(
+        context: Any,
+        task: Any,
+        paged: Any,
+        arena: Any,
+        row: Any,
+        vector: Any,
+        lane_bits: Any,
+        groups: Any,
+        first: Any,
+        end: Any,
+        span: Any,
+        keys: Any,
+        values: Any,
+        query_step: Any,
+        mask_step: Any,
+    ) -> Any:
+        thread = thread_index()
+        kind = kind_of(task, ZERO)
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        query = load_u64(arena + ROWS + row * ROW_SIZE)
+        scale = bits_f32(load_u32(task + SCALARS))
+        d = thread
+        while d < (dim + SEVEN) >> THREE << THREE:
+            element = NOTHING
+            if d < dim:
+                element = load_element(kind, query + d * query_step) * scale
+            store_f32(arena + QUERY + (d << TWO), element)
+            d += block_width()
+        group, part, lanes = thread >> lane_bits, thread & ((ONE << lane_bits) - ONE), ONE << lane_bits
+        parts = (dim + SEVEN) >> THREE
+        mine = arena + VALUES + group * (parts << FIVE)
+        if group < groups:
+            c = part
+            while c < parts:
+                store_values(mine + (c << FIVE), NOTHING8)
+                c += lanes
+        barrier()
+
+        stop = load_u64(arena + ROWS + row * ROW_SIZE + STOP)
+        mask = load_u64(arena + ROWS + row * ROW_SIZE + MASK)
+        largest, sum, missing = LEAST, NOTHING, False
+        # The lanes of a warp stay together: all go on while the first group has a key.
+        turn = first
+        key = first + group
+        if group >= groups:
+            turn = end
+        while turn < end:
+            page, inside, there = ZERO, ZERO, False
+            if key < end:
+                page, inside, there = look_up(task, arena, paged, key)
+                if not there:
+                    missing = True
+            score = NOTHING
+            if there:
+                at = keys[0] + page * keys[1] + inside * keys[2]
+                c = part
+                while c < parts:
+                    j = c << THREE
+                    n = chunk_count(j, dim, ONE)
+                    v = fill8(load8(vector, kind, at + j * keys[3], keys[3], n), n, NOTHING)
+                    score += dot8(v, load_values(arena + QUERY + (j << TWO)))
+                    c += lanes
+            apart = lanes >> ONE
+            while apart > ZERO:
+                score += shuffle(score, apart)
+                apart >>= ONE
+            seen = there and key < stop and key + span >= stop
+            score = admit(task, seen, score, mask, key * mask_step)
+            top = larger(largest, score)
+            base = base_of(top)
+            shrink = exp(largest - base)
+            weight = exp(score - base)
+            largest = top
+            sum = sum * shrink + weight
+            if there:
+                at = values[0] + page * values[1] + inside * values[2]
+                c = part
+                while c < parts:
+                    j = c << THREE
+                    n = chunk_count(j, dim, ONE)
+                    total = scale8(load_values(mine + (c << FIVE)), shrink)
+                    if weight != NOTHING:
+                        v = fill8(load8(vector, kind, at + j * values[3], values[3], n), n, NOTHING)
+                        total = add_weighted8(total, weight, v)
+                    store_values(mine + (c << FIVE), total)
+                    c += lanes
+            key += groups
+            turn += groups
+
+        top, factor = settle_top(arena, group, part, groups, largest)
+        if group < groups:
+            c = part
+            while c < parts:
+                store_values(mine + (c << FIVE), scale8(load_values(mine + (c << FIVE)), factor))
+                c += lanes
+        settle_row(context, task, arena, row, group, part, groups, top, sum * factor)
+        return missing
+
+    return m.device(single)
+
+
+@functools.cache
+def make_load_batch(m: Primitives) -> Body:
+    """`load_batch(live, wide, address, step, count)`: 16 bytes of each of eight keys, or 32 of each of four
+    where `wide`, as 16 words. Behind the first `count` keys it loads the first again; 0 where not `live`."""
+    u64, load_pair, at = m.u64, m.load_pair, make_at(m)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SIX, SEVEN, SIXTEEN = (u64(n) for n in (*range(8), 16))
+
+    def load_batch(live: Any, wide: Any, address: Any, step: Any, count: Any) -> Any:
+        a, b, c, d = (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO)
+        e, f, g, h = (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO)
+        if live:
+            if wide:
+                second, third = at(address, step, count, ONE), at(address, step, count, TWO)
+                fourth = at(address, step, count, THREE)
+                a, b = load_pair(address), load_pair(address + SIXTEEN)
+                c, d = load_pair(second), load_pair(second + SIXTEEN)
+                e, f = load_pair(third), load_pair(third + SIXTEEN)
+                g, h = load_pair(fourth), load_pair(fourth + SIXTEEN)
+            else:
+                a, b = load_pair(address), load_pair(at(address, step, count, ONE))
+                c, d = load_pair(at(address, step, count, TWO)), load_pair(at(address, step, count, THREE))
+                e, f = load_pair(at(address, step, count, FOUR)), load_pair(at(address, step, count, FIVE))
+                g, h = load_pair(at(address, step, count, SIX)), load_pair(at(address, step, count, SEVEN))
+        return (
+            a[0],
+            a[1],
+            b[0],
+            b[1],
+            c[0],
+            c[1],
+            d[0],
+            d[1],
+            e[0],
+            e[1],
+            f[0],
+            f[1],
+            g[0],
+            g[1],
+            h[0],
+            h[1],
+        )
+
+    return m.device(load_batch)
+
+
+@functools.cache
+def make_gather_score(m: Primitives) -> Body:
+    """`gather_score(part, lane_bits, d)`: lane k of every eight leaves with the sum of d[k] over the group."""
+    u64, shuffle = m.u64, m.shuffle_xor_f32
+    ZERO, ONE, TWO, THREE, FOUR = (u64(n) for n in range(5))
+
+    def gather_score(part: Any, lane_bits: Any, d: Any) -> Any:
+        # Half of what is left is handed to the lane that keeps that half, so eight sums take 7 exchanges.
+        a, b, c, e = d[0], d[1], d[2], d[3]
+        p, q, r, s = d[4], d[5], d[6], d[7]
+        if part & FOUR != ZERO:
+            a, b, c, e, p, q, r, s = p, q, r, s, a, b, c, e
+        a += shuffle(p, FOUR)
+        b += shuffle(q, FOUR)
+        c += shuffle(r, FOUR)
+        e += shuffle(s, FOUR)
+        if part & TWO != ZERO:
+            a, b, c, e = c, e, a, b
+        a += shuffle(c, TWO)
+        b += shuffle(e, TWO)
+        if part & ONE != ZERO:
+            a, b = b, a
+        a += shuffle(b, ONE)
+        bit = THREE
+        while bit < lane_bits:
+            a += shuffle(a, ONE << bit)
+            bit += ONE
+        return a
+
+    return m.device(gather_score)
+
+
+@functools.cache
+def make_share_weights(m: Primitives) -> Body:
+    """`share_weights(part, w)`: the w of lanes 0 to 7 of every eight, in all of them."""
+    u64, shuffle = m.u64, m.shuffle_xor_f32
+    ZERO, ONE, TWO, FOUR = (u64(n) for n in (0, 1, 2, 4))
+
+    def share_weights(part: Any, w: Any) -> Any:
+        a, b = w, shuffle(w, ONE)
+        if part & ONE != ZERO:
+            a, b = b, a
+        c, d = shuffle(a, TWO), shuffle(b, TWO)
+        if part & TWO != ZERO:
+            a, b, c, d = c, d, a, b
+        e, f, g, h = shuffle(a, FOUR), shuffle(b, FOUR), shuffle(c, FOUR), shuffle(d, FOUR)
+        if part & FOUR != ZERO:
+            a, b, c, d, e, f, g, h = e, f, g, h, a, b, c, d
+        return a, b, c, d, e, f, g, h
+
+    return m.device(share_weights)
+
+
+@functools.cache
+def make_soften(m: Primitives) -> Body:
+    """`soften(largest, sum, score)` -> (largest, sum, what earlier sums shrink by, weight of the score).
+
+    The largest is that of every eight lanes, the sum each lane's own.
+    """
+    u64, shuffle = m.u64, m.shuffle_xor_f32
+    larger, base_of, exp = make_larger(m), make_base(m), math.exp
+    ONE, TWO, FOUR = u64(1), u64(2), u64(4)
+
+    def soften(largest: Any, sum: Any, score: Any) -> Any:
+        top = larger(largest, score)
+        top = larger(top, shuffle(top, ONE))
+        top = larger(top, shuffle(top, TWO))
+        top = larger(top, shuffle(top, FOUR))
+        base = base_of(top)
+        shrink = exp(largest - base)
+        weight = exp(score - base)
+        return top, sum * shrink + weight, shrink, weight
+
+    return m.device(soften)
+
+
+@functools.cache
+def make_products(m: Primitives, rows: int) -> Body:
+    """`products(kind, raw, q)`: a lane's part of the scores of a batch, eight; with rows=4 four such, of a
+    tuple of four queries."""
+    u64, unpack8, dot8 = m.u64, make_unpack8(m), make_dot8(m)
+    ZERO, F32, F16, BF16, NOTHING = u64(0), u64(DType.F32), u64(DType.F16), u64(DType.BF16), m.f32(0)
+
+    def one(q: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+        return dot8(a, q), dot8(b, q), dot8(c, q), dot8(d, q), dot8(e, q), dot8(f, q), dot8(g, q), dot8(h, q)
+
+    def four(v: Any, q: Any) -> Any:
+        return dot8(v, q[0]), dot8(v, q[1]), dot8(v, q[2]), dot8(v, q[3])
+
+    one, four = m.device(one), m.device(four)
+
+    def narrow_1(kind: Any, raw: Any, q: Any) -> Any:
+        return (
+            dot8(unpack8(kind, (raw[0], raw[1], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[2], raw[3], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[4], raw[5], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[6], raw[7], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[8], raw[9], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[10], raw[11], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[12], raw[13], ZERO, ZERO)), q),
+            dot8(unpack8(kind, (raw[14], raw[15], ZERO, ZERO)), q),
+        )
+
+    narrow_1 = m.device(narrow_1)
+
+    def products_1(kind: Any, raw: Any, q: Any) -> Any:
+        if kind == F16:
+            return narrow_1(F16, raw, q)
+        if kind == BF16:
+            return narrow_1(BF16, raw, q)
+        return (
+            dot8(unpack8(F32, (raw[0], raw[1], raw[2], raw[3])), q),
+            dot8(unpack8(F32, (raw[4], raw[5], raw[6], raw[7])), q),
+            dot8(unpack8(F32, (raw[8], raw[9], raw[10], raw[11])), q),
+            dot8(unpack8(F32, (raw[12], raw[13], raw[14], raw[15])), q),
+            NOTHING,
+            NOTHING,
+            NOTHING,
+            NOTHING,
+        )
+
+    def narrow_4(kind: Any, raw: Any, q: Any) -> Any:
+        a = four(unpack8(kind, (raw[0], raw[1], ZERO, ZERO)), q)
+        b = four(unpack8(kind, (raw[2], raw[3], ZERO, ZERO)), q)
+        c = four(unpack8(kind, (raw[4], raw[5], ZERO, ZERO)), q)
+        d = four(unpack8(kind, (raw[6], raw[7], ZERO, ZERO)), q)
+        e = four(unpack8(kind, (raw[8], raw[9], ZERO, ZERO)), q)
+        f = four(unpack8(kind, (raw[10], raw[11], ZERO, ZERO)), q)
+        g = four(unpack8(kind, (raw[12], raw[13], ZERO, ZERO)), q)
+        h = four(unpack8(kind, (raw[14], raw[15], ZERO, ZERO)), q)
+        return (
+            (a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0]),
+            (a[1], b[1], c[1], d[1], e[1], f[1], g[1], h[1]),
+            (a[2], b[2], c[2], d[2], e[2], f[2], g[2], h[2]),
+            (a[3], b[3], c[3], d[3], e[3], f[3], g[3], h[3]),
+        )
+
+    narrow_4 = m.device(narrow_4)
+
+    def products_4(kind: Any, raw: Any, q: Any) -> Any:
+        if kind == F16:
+            return narrow_4(F16, raw, q)
+        if kind == BF16:
+            return narrow_4(BF16, raw, q)
+        a = four(unpack8(F32, (raw[0], raw[1], raw[2], raw[3])), q)
+        b = four(unpack8(F32, (raw[4], raw[5], raw[6], raw[7])), q)
+        c = four(unpack8(F32, (raw[8], raw[9], raw[10], raw[11])), q)
+        d = four(unpack8(F32, (raw[12], raw[13], raw[14], raw[15])), q)
+        return (
+            (a[0], b[0], c[0], d[0], NOTHING, NOTHING, NOTHING, NOTHING),
+            (a[1], b[1], c[1], d[1], NOTHING, NOTHING, NOTHING, NOTHING),
+            (a[2], b[2], c[2], d[2], NOTHING, NOTHING, NOTHING, NOTHING),
+            (a[3], b[3], c[3], d[3], NOTHING, NOTHING, NOTHING, NOTHING),
+        )
+
+    return m.device(products_4 if rows == BUNDLE else products_1)
+
+
+@functools.cache
+def make_blend(m: Primitives, rows: int) -> Body:
+    """`blend(kind, raw, w, totals)`: totals with a batch of values, each with its weight; see `make_products`."""
+    u64, unpack8, add = m.u64, make_unpack8(m), make_add_weighted8(m)
+    ZERO, F32, F16, BF16 = u64(0), u64(DType.F32), u64(DType.F16), u64(DType.BF16)
+
+    def narrow_1(kind: Any, raw: Any, w: Any, total: Any) -> Any:
+        total = add(total, w[0], unpack8(kind, (raw[0], raw[1], ZERO, ZERO)))
+        total = add(total, w[1], unpack8(kind, (raw[2], raw[3], ZERO, ZERO)))
+        total = add(total, w[2], unpack8(kind, (raw[4], raw[5], ZERO, ZERO)))
+        total = add(total, w[3], unpack8(kind, (raw[6], raw[7], ZERO, ZERO)))
+        total = add(total, w[4], unpack8(kind, (raw[8], raw[9], ZERO, ZERO)))
+        total = add(total, w[5], unpack8(kind, (raw[10], raw[11], ZERO, ZERO)))
+        total = add(total, w[6], unpack8(kind, (raw[12], raw[13], ZERO, ZERO)))
+        return add(total, w[7], unpack8(kind, (raw[14], raw[15], ZERO, ZERO)))
+
+    narrow_1 = m.device(narrow_1)
+
+    def blend_1(kind: Any, raw: Any, w: Any, total: Any) -> Any:
+        if kind == F16:
+            return narrow_1(F16, raw, w, total)
+        if kind == BF16:
+            return narrow_1(BF16, raw, w, total)
+        total = add(total, w[0], unpack8(F32, (raw[0], raw[1], raw[2], raw[3])))
+        total = add(total, w[1], unpack8(F32, (raw[4], raw[5], raw[6], raw[7])))
+        total = add(total, w[2], unpack8(F32, (raw[8], raw[9], raw[10], raw[11])))
+        return add(total, w[3], unpack8(F32, (raw[12], raw[13], raw[14], raw[15])))
+
+    def add4(totals: Any, a: Any, b: Any, c: Any, d: Any, v: Any) -> Any:
+        return add(totals[0], a, v), add(totals[1], b, v), add(totals[2], c, v), add(totals[3], d, v)
+
+    add4 = m.device(add4)
+
+    def narrow_4(kind: Any, raw: Any, w: Any, t: Any) -> Any:
+        a, b, c, d = w
+        t = add4(t, a[0], b[0], c[0], d[0], unpack8(kind, (raw[0], raw[1], ZERO, ZERO)))
+        t = add4(t, a[1], b[1], c[1], d[1], unpack8(kind, (raw[2], raw[3], ZERO, ZERO)))
+        t = add4(t, a[2], b[2], c[2], d[2], unpack8(kind, (raw[4], raw[5], ZERO, ZERO)))
+        t = add4(t, a[3], b[3], c[3], d[3], unpack8(kind, (raw[6], raw[7], ZERO, ZERO)))
+        t = add4(t, a[4], b[4], c[4], d[4], unpack8(kind, (raw[8], raw[9], ZERO, ZERO)))
+        t = add4(t, a[5], b[5], c[5], d[5], unpack8(kind, (raw[10], raw[11], ZERO, ZERO)))
+        t = add4(t, a[6], b[6], c[6], d[6], unpack8(kind, (raw[12], raw[13], ZERO, ZERO)))
+        return add4(t, a[7], b[7], c[7], d[7], unpack8(kind, (raw[14], raw[15], ZERO, ZERO)))
+
+    narrow_4 = m.device(narrow_4)
+
+    def blend_4(kind: Any, raw: Any, w: Any, t: Any) -> Any:
+        if kind == F16:
+            return narrow_4(F16, raw, w, t)
+        if kind == BF16:
+            return narrow_4(BF16, raw, w, t)
+        a, b, c, d = w
+        t = add4(t, a[0], b[0], c[0], d[0], unpack8(F32, (raw[0], raw[1], raw[2], raw[3])))
+        t = add4(t, a[1], b[1], c[1], d[1], unpack8(F32, (raw[4], raw[5], raw[6], raw[7])))
+        t = add4(t, a[2], b[2], c[2], d[2], unpack8(F32, (raw[8], raw[9], raw[10], raw[11])))
+        return add4(t, a[3], b[3], c[3], d[3], unpack8(F32, (raw[12], raw[13], raw[14], raw[15])))
+
+    return m.device(blend_4 if rows == BUNDLE else blend_1)
+
+
+@functools.cache
+def make_bundle(m: Primitives, rows: int) -> Body:
+    """`bundle(...)` -> whether a page was missing: 1 or 4 rows, a batch of keys at a time; see the module."""
+    u64, f32 = m.u64, m.f32
+    thread_index, load_u64, load_u32 = m.thread_index, m.load_task_u64, m.load_task_u32
+    bits_f32, shuffle, warp_width = m.bits_f32, m.shuffle_xor_f32, m.warp_width
+    kind_of, field_of, spread = make_kind_of(m), make_field(m), make_spread_f32(m)
+    look_up, admit, soften, scale8 = make_look_up(m), make_admit(m), make_soften(m), make_scale8(m)
+    load_batch, gather_score, share_weights = make_load_batch(m), make_gather_score(m), make_share_weights(m)
+    products, blend = make_products(m, rows), make_blend(m, rows)
+    settle_top, settle_row = make_settle_row(m)
+    _, store_values = make_scratch8(m)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN, EIGHT = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7, 8))
+    ROWS, ROW_SIZE, STOP, MASK, TARGET = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(16), u64(24)
+    VALUES, SCALARS, BITS_DIM, F32 = u64(VALUES_AT), u64(offset("scalars")), u64(DIM_BITS), u64(DType.F32)
+    NOTHING, LEAST = f32(0), f32(-np.inf)
+    NOTHING8 = (NOTHING,) * 8
+
+    def load_query(arena: Any, task: Any, row: Any, part: Any, parts: Any, step: Any) -> Any:
+        if part < parts:
+            at = load_u64(arena + ROWS + row * ROW_SIZE) + (part << THREE) * step
+            return scale8(spread(kind_of(task, ZERO), at, step, EIGHT), bits_f32(load_u32(task + SCALARS)))
+        return NOTHING8
+
+    load_query = m.device(load_query)
+
+    def weigh(
+        task: Any,
+        arena: Any,
+        row: Any,
+        part: Any,
+        lane_bits: Any,
+        there: Any,
+        key: Any,
+        span: Any,
+        mask_step: Any,
+        largest: Any,
+        sum: Any,
+        d: Any,
+    ) -> Any:
+        """`soften` of the batch's scores of a row; `key` is this lane's."""
+        at = arena + ROWS + row * ROW_SIZE
+        stop = load_u64(at + STOP)
+        seen = there and key < stop and key + span >= stop
+        score = gather_score(part, lane_bits, d)
+        score = admit(task, seen, score, load_u64(at + MASK), key * mask_step)
+        return soften(largest, sum, score)
+
+    weigh = m.device(weigh)
+
+    def sum_lanes(sum: Any) -> Any:
+        sum += shuffle(sum, ONE)
+        sum += shuffle(sum, TWO)
+        return sum + shuffle(sum, FOUR)
+
+    sum_lanes = m.device(sum_lanes)
+
+    def finish(
+        context: Any,
+        task: Any,
+        arena: Any,
+        row: Any,
+        group: Any,
+        part: Any,
+        groups: Any,
+        parts: Any,
+        largest: Any,
+        sum: Any,
+        total: Any,
+    ) -> None:
+        sum = sum_lanes(sum)
+        top, factor = settle_top(arena, group, part, groups, largest)
+        if group < groups and part < parts:
+            at = arena + VALUES + group * (parts << FIVE) + (part << FIVE)
+            store_values(at, scale8(total, factor))
+        settle_row(context, task, arena, row, group, part, groups, top, sum * factor)
+
+    finish = m.device(finish)
+
+    def spot(first: Any, end: Any, lane_bits: Any, groups: Any, batch_bits: Any) -> Any:
+        """(group, part, first key of the group, first key of the warp, keys from a batch to the next)"""
+        thread = thread_index()
+        group, part = thread >> lane_bits, thread & ((ONE << lane_bits) - ONE)
+        turn = first + ((thread & ~(warp_width() - ONE)) >> lane_bits << batch_bits)
+        if group >= groups:
+            turn = end
+        return group, part, first + (group << batch_bits), turn, groups << batch_bits
+
+    spot = m.device(spot)
+
+    def fetch(
+        task: Any, arena: Any, paged: Any, wide: Any, batch: Any, key: Any, end: Any, part: Any, parts: Any
+    ) -> Any:
+        """(keys of a batch, page, key within it, whether it is there, whether it is missing)"""
+        count, page, inside, there = ZERO, ZERO, ZERO, False
+        if key < end:
+            count = end - key
+            if count > batch:
+                count = batch
+            page, inside, there = look_up(task, arena, paged, key)
+        return count, page, inside, there, key < end and not there
+
+    fetch = m.device(fetch)
+
+    def bundle_1(
+        context: Any,
+        task: Any,
+        paged: Any,
+        arena: Any,
+        lane_bits: Any,
+        groups: Any,
+        first: Any,
+        end: Any,
+        span: Any,
+        keys: Any,
+        values: Any,
+        query_step: Any,
+        mask_step: Any,
+    ) -> Any:
+        kind = kind_of(task, ZERO)
+        wide = kind == F32
+        batch_bits = THREE
+        if wide:
+            batch_bits = TWO
+        batch = ONE << batch_bits
+        group, part, key, turn, leap = spot(first, end, lane_bits, groups, batch_bits)
+        parts = (field_of(task, ZERO, BITS_DIM) + EIGHT) >> THREE
+        own = part < parts
+        skip_k = keys[0] + (part << THREE) * keys[3]
+        skip_v = values[0] + (part << THREE) * values[3]
+        count, page, inside, there, missing = fetch(task, arena, paged, wide, batch, key, end, part, parts)
+        k = load_batch(there and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
+        v = load_batch(there and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count)
+        q = load_query(arena, task, ZERO, part, parts, query_step)
+        largest, sum, total = LEAST, NOTHING, NOTHING8
+        while turn < end:
+            d = products(kind, k, q)
+            mine = key + (part & SEVEN)
+            there = there and (part & SEVEN) < count
+            key += leap
+            turn += leap
+            count, page, inside, coming, lost = fetch(task, arena, paged, wide, batch, key, end, part, parts)
+            missing = missing or lost
+            k = load_batch(coming and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
+            largest, sum, shrink, w = weigh(
+                task, arena, ZERO, part, lane_bits, there, mine, span, mask_step, largest, sum, d
+            )
+            total = blend(kind, v, share_weights(part, w), scale8(total, shrink))
+            v = load_batch(
+                coming and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count
+            )
+            there = coming
+        finish(context, task, arena, ZERO, group, part, groups, parts, largest, sum, total)
+        return missing
+
+    def bundle_4(
+        context: Any,
+        task: Any,
+        paged: Any,
+        arena: Any,
+        lane_bits: Any,
+        groups: Any,
+        first: Any,
+        end: Any,
+        span: Any,
+        keys: Any,
+        values: Any,
+        query_step: Any,
+        mask_step: Any,
+    ) -> Any:
+        kind = kind_of(task, ZERO)
+        wide = kind == F32
+        batch_bits = THREE
+        if wide:
+            batch_bits = TWO
+        batch = ONE << batch_bits
+        group, part, key, turn, leap = spot(first, end, lane_bits, groups, batch_bits)
+        parts = (field_of(task, ZERO, BITS_DIM) + EIGHT) >> THREE
+        own = part < parts
+        skip_k = keys[0] + (part << THREE) * keys[3]
+        skip_v = values[0] + (part << THREE) * values[3]
+        count, page, inside, there, missing = fetch(task, arena, paged, wide, batch, key, end, part, parts)
+        k = load_batch(there and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
+        v = load_batch(there and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count)
+        q = (
+            load_query(arena, task, ZERO, part, parts, query_step),
+            load_query(arena, task, ONE, part, parts, query_step),
+            load_query(arena, task, TWO, part, parts, query_step),
+            load_query(arena, task, THREE, part, parts, query_step),
+        )
+        top_0, top_1, top_2, top_3 = LEAST, LEAST, LEAST, LEAST
+        sum_0, sum_1, sum_2, sum_3 = NOTHING, NOTHING, NOTHING, NOTHING
+        t = (NOTHING8, NOTHING8, NOTHING8, NOTHING8)
+        while turn < end:
+            d = products(kind, k, q)
+            mine = key + (part & SEVEN)
+            there = there and (part & SEVEN) < count
+            key += leap
+            turn += leap
+            count, page, inside, coming, lost = fetch(task, arena, paged, wide, batch, key, end, part, parts)
+            missing = missing or lost
+            k = load_batch(coming and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
+            top_0, sum_0, a, w_0 = weigh(
+                task, arena, ZERO, part, lane_bits, there, mine, span, mask_step, top_0, sum_0, d[0]
+            )
+            top_1, sum_1, b, w_1 = weigh(
+                task, arena, ONE, part, lane_bits, there, mine, span, mask_step, top_1, sum_1, d[1]
+            )
+            top_2, sum_2, c, w_2 = weigh(
+                task, arena, TWO, part, lane_bits, there, mine, span, mask_step, top_2, sum_2, d[2]
+            )
+            top_3, sum_3, e, w_3 = weigh(
+                task, arena, THREE, part, lane_bits, there, mine, span, mask_step, top_3, sum_3, d[3]
+            )
+            w = (
+                share_weights(part, w_0),
+                share_weights(part, w_1),
+                share_weights(part, w_2),
+                share_weights(part, w_3),
+            )
+            t = blend(kind, v, w, (scale8(t[0], a), scale8(t[1], b), scale8(t[2], c), scale8(t[3], e)))
+            v = load_batch(
+                coming and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count
+            )
+            there = coming
+        finish(context, task, arena, ZERO, group, part, groups, parts, top_0, sum_0, t[0])
+        finish(context, task, arena, ONE, group, part, groups, parts, top_1, sum_1, t[1])
+        if load_u64(arena + ROWS + TWO * ROW_SIZE + TARGET) != ZERO:
+            finish(context, task, arena, TWO, group, part, groups, parts, top_2, sum_2, t[2])
+        if load_u64(arena + ROWS + THREE * ROW_SIZE + TARGET) != ZERO:
+            finish(context, task, arena, THREE, group, part, groups, parts, top_3, sum_3, t[3])
+        return missing
+
+    return m.device(bundle_4 if rows == BUNDLE else bundle_1)
+
+
+@functools.cache
+def make_merge(m: Primitives) -> Body:
+    """`merge(context, task, paged)`: join the chunks of every row from the workspace and write the rows."""
+    u64, f32 = m.u64, m.f32
+    thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
+    load_u64, load_f32x4, fma = m.load_task_u64, m.load_f32x4, m.fused_multiply_add
+    address_of, kind_of, field_of, shape_of = (
+        make_address_of(m),
+        make_kind_of(m),
+        make_field(m),
+        make_shape(m),
+    )
+    row_place, steps_of, store_element = make_row_place(m), make_steps(m), make_store_f32(m)
+    larger, base_of, at, exp = make_larger(m), make_base(m), make_at(m), math.exp
+    ZERO, ONE, TWO, THREE, FOUR = (u64(n) for n in range(5))
+    BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
+    AT_GROUP, BITS_GROUP, HEAD, COUNT = u64(GROUP_AT), u64(GROUP_BITS), u64(RECORD_HEAD), u64(offset("count"))
+    OUT, WORKSPACE = u64(OUTPUT), u64(OUTPUT + 1)
+    NOTHING, LEAST = f32(0), f32(-np.inf)
+
+    def weight_of(head: Any, there: Any, base: Any) -> Any:
+        if there:
+            return exp(head[0] - base)
+        return NOTHING
+
+    def add(total: Any, weight: Any, v: Any) -> Any:
+        if weight != NOTHING:
+            total = (
+                fma(weight, v[0], total[0]),
+                fma(weight, v[1], total[1]),
+                fma(weight, v[2], total[2]),
+                fma(weight, v[3], total[3]),
+            )
+        return total
+
+    def share(x: Any, sum: Any) -> Any:
+        if sum != NOTHING:  # it is 0 where no key takes part, and so is the result
+            return x / sum
+        return NOTHING
+
+    weight_of, add, share = m.device(weight_of), m.device(add), m.device(share)
+
+    def merge(context: Any, task: Any, paged: Any) -> None:
+        heads, queries = shape_of(context, task, paged)
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
+        rows = queries * (field_of(task, AT_GROUP, BITS_GROUP) + ONE)
+        parts = (dim + THREE) >> TWO
+        record = HEAD + (parts << FOUR)
+        kind = kind_of(task, OUT)
+        step = steps_of(context, task, OUT, heads, queries, dim)[3]
+        item = thread_index()
+        items = load_u64(task + COUNT) * rows * parts
+        while item < items:
+            index = divide(item, parts)
+            d = (item - index * parts) << TWO
+            place = address_of(task, WORKSPACE) + index * chunks * record
+            largest, sum = LEAST, NOTHING
+            total = (NOTHING, NOTHING, NOTHING, NOTHING)
+            left = chunks
+            while left > ZERO:
+                # Four at a time, so that their loads fly together; behind the last the first again.
+                p, q, r = (
+                    at(place, record, left, ONE),
+                    at(place, record, left, TWO),
+                    at(place, record, left, THREE),
+                )
+                h0, h1, h2, h3 = load_f32x4(place), load_f32x4(p), load_f32x4(q), load_f32x4(r)
+                skip = HEAD + (d << TWO)
+                v0, v1 = load_f32x4(place + skip), load_f32x4(p + skip)
+                v2, v3 = load_f32x4(q + skip), load_f32x4(r + skip)
+                top = larger(larger(larger(largest, h0[0]), h1[0]), larger(h2[0], h3[0]))
+                base = base_of(top)
+                shrink = exp(largest - base)
+                a, b = weight_of(h0, True, base), weight_of(h1, left > ONE, base)
+                c, e = weight_of(h2, left > TWO, base), weight_of(h3, left > THREE, base)
+                largest = top
+                sum = sum * shrink + ((a * h0[1] + b * h1[1]) + (c * h2[1] + e * h3[1]))
+                total = total[0] * shrink, total[1] * shrink, total[2] * shrink, total[3] * shrink
+                total = add(add(add(add(total, a, v0), b, v1), c, v2), e, v3)
+                place += FOUR * record
+                if left > FOUR:
+                    left -= FOUR
+                else:
+                    left = ZERO
+            pair = divide(index, rows)
+            target = row_place(context, task, paged, OUT, pair, index - pair * rows) + d * step
+            store_element(kind, target, share(total[0], sum))
+            if d + ONE < dim:
+                store_element(kind, target + step, share(total[1], sum))
+            if d + TWO < dim:
+                store_element(kind, target + TWO * step, share(total[2], sum))
+            if d + THREE < dim:
+                store_element(kind, target + THREE * step, share(total[3], sum))
+            item += block_width()
+
+    return m.device(merge)
+
+
+@functools.cache
+def make_prepare(m: Primitives) -> Body:
+    """`prepare(context, task, paged, arena, pair, bundle, chunk, keys)`: write the bundle's rows to scratch,
+    and where to look up pages."""
+    u64, divide, thread_index, block_width = m.u64, m.divide, m.thread_index, m.block_width
+    load_u32, load_layout, store_u64 = m.load_task_u32, m.load_u64, m.store_u64
+    address_of, kind_of, field_of, shape_of = (
+        make_address_of(m),
+        make_kind_of(m),
+        make_field(m),
+        make_shape(m),
+    )
+    layout_of, itemsize, steps_of, row_place = (
+        make_layout_of(m),
+        make_itemsize(m),
+        make_steps(m),
+        make_row_place(m),
+    )
+    ZERO, ONE, TWO, THREE, FOUR, EIGHT, SIXTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 8, 16))
+    ROWS, ROW_SIZE, STOP, MASK, TARGET = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(16), u64(24)
+    BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
+    AT_GROUP, BITS_GROUP, HEAD = u64(GROUP_AT), u64(GROUP_BITS), u64(RECORD_HEAD)
+    AT_CAUSAL, BITS_CAUSAL, UPPER, LOWER = u64(CAUSAL_AT), u64(CAUSAL_BITS), u64(UPPER_LEFT), u64(LOWER_RIGHT)
+    OUT, WORKSPACE = u64(OUTPUT), u64(OUTPUT + 1)
+    PAGING, LAST, SCALARS = u64(PAGING_AT), u64(24), u64(offset("scalars"))
+    AT_PAGE, STRIDES = u64(PAGE), u64(layout_offset("strides"))
+    SHAPE = u64(layout_offset("shape"))
+
+    def prepare(
+        context: Any, task: Any, paged: Any, arena: Any, pair: Any, bundle: Any, chunk: Any, keys: Any
+    ) -> None:
+        heads, queries = shape_of(context, task, paged)
+        group = field_of(task, AT_GROUP, BITS_GROUP) + ONE
+        rows = queries * group
+        chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
+        causal = field_of(task, AT_CAUSAL, BITS_CAUSAL)
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        record = HEAD + ((dim + THREE) >> TWO << FOUR)
+        batch = divide(pair, heads)
+        j = thread_index()
+        while j < FOUR:
+            row = (bundle << TWO) + j
+            target, stop, mask = ZERO, ZERO, ZERO
+            if row < rows:
+                query = divide(row, group)
+                stop = keys
+                if causal == UPPER:
+                    stop = query + ONE
+                elif causal == LOWER:
+                    stop = ZERO
+                    if keys + query + ONE > queries:
+                        stop = keys + query + ONE - queries
+                if not paged:
+                    mask = address_of(task, THREE)
+                    if mask != ZERO:
+                        steps = steps_of(context, task, THREE, heads, queries, dim)
+                        head = (pair - batch * heads) * group + (row - query * group)
+                        mask += batch * steps[0] + head * steps[1] + query * steps[2]
+                if chunks == ONE:
+                    target = row_place(context, task, paged, OUT, pair, row)
+                else:
+                    target = address_of(task, WORKSPACE) + ((pair * rows + row) * chunks + chunk) * record
+            else:
+                row = bundle << TWO  # some row that there is
+            at = arena + ROWS + j * ROW_SIZE
+            store_u64(at, row_place(context, task, paged, ZERO, pair, row))
+            store_u64(at + STOP, stop)
+            store_u64(at + MASK, mask)
+            store_u64(at + TARGET, target)
+            j += block_width()
+        if paged and thread_index() == ZERO:
+            size = itemsize(kind_of(task, THREE))
+            layout = layout_of(context, task, THREE)
+            start = address_of(task, THREE) + batch * load_layout(layout + STRIDES) * size
+            store_u64(arena + PAGING, start)
+            store_u64(arena + PAGING + EIGHT, load_layout(layout + STRIDES + EIGHT) * size)
+            store_u64(arena + PAGING + SIXTEEN, load_u32(task + SCALARS + AT_PAGE))
+            store_u64(arena + PAGING + LAST, load_layout(layout_of(context, task, ONE) + SHAPE))
+
+    return m.device(prepare)
+
+
+def _make_attention(m: Primitives, wide: bool) -> Body:
+    u64, divide = m.u64, m.divide
+    barrier, block_width, warp_width = m.barrier, m.block_width, m.warp_width
+    load_u64, load_u32, load_layout = m.load_task_u64, m.load_task_u32, m.load_u64
+    address_of, kind_of, field_of, shape_of = (
+        make_address_of(m),
+        make_kind_of(m),
+        make_field(m),
+        make_shape(m),
+    )
+    layout_of, itemsize, steps_of = make_layout_of(m), make_itemsize(m), make_steps(m)
+    load_i64, prepare, merge, single = make_load_i64(m), make_prepare(m), make_merge(m), make_single(m)
+    if wide:
+        bundle_1, bundle_4 = make_bundle(m, 1), make_bundle(m, BUNDLE)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN, EIGHT = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7, 8))
+    FIFTEEN, SIXTEEN = u64(15), u64(16)
+    COUNT, TILES, SCALARS = (u64(offset(n)) for n in ("count", "tiles", "scalars"))
+    IS_PAGED = u64(ATTENTION_IDS + PAGED)
+    AT_KEYS, AT_WINDOW, AT_PAGE, AT_PAGES = u64(KEYS), u64(WINDOW), u64(PAGE), u64(PAGES)
+    FIFTH, FIFTH_PLACE = u64(FIFTH_INPUT), u64(OUTPUT + 1)
+    ROWS, ROW_SIZE, STOP, TARGET = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(24)
+    BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
+    AT_GROUP, BITS_GROUP, STRIDES = u64(GROUP_AT), u64(GROUP_BITS), u64(layout_offset("strides"))
+    EVERYTHING, WORKING = u64(1 << 62), u64(MOST_THREADS)
+    EIGHT_LANES, SIXTEEN_LANES = u64(8 * 8), u64(16 * 8)
+    OK, OUT_OF_RANGE = np.int32(Status.OK), np.int32(Status.INDEX_OUT_OF_RANGE)
+
+    def key_count(context: Any, task: Any, paged: Any, batch: Any) -> Any:
+        """(keys of a sequence, whether that is a number that its pages can hold)"""
+        if not paged:
+            return load_u32(task + SCALARS + AT_KEYS), True
+        kind = kind_of(task, FIFTH_PLACE)
+        step = load_layout(layout_of(context, task, FIFTH_PLACE) + STRIDES) * itemsize(kind)
+        length = u64(load_i64(kind, load_u64(task + SCALARS + FIFTH) + batch * step))
+        # A negative one is larger than any number of keys.
+        if length > load_u32(task + SCALARS + AT_PAGE) * load_u32(task + SCALARS + AT_PAGES):
+            return ZERO, False
+        return length, True
+
+    key_count = m.device(key_count)
+
+    def places(context: Any, task: Any, paged: Any, place: Any, batch: Any, head: Any, keys: Any) -> Any:
+        """(address of the first key, bytes from page to page, from key to key, from element to element)"""
+        heads, _ = shape_of(context, task, paged)
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        steps = steps_of(context, task, place, heads, keys, dim)
+        start = address_of(task, place)
+        if paged:
+            return start + head * steps[2], steps[0], steps[1], steps[3]
+        return start + batch * steps[0] + head * steps[1], ZERO, steps[2], steps[3]
+
+    places = m.device(places)
+
+    def attend(context: Any, task: Any, paged: Any, unit: Any, arena: Any) -> Any:
+        heads, queries = shape_of(context, task, paged)
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        rows = queries * (field_of(task, AT_GROUP, BITS_GROUP) + ONE)
+        bundles = (rows + THREE) >> TWO
+        chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
+        rest = divide(unit, chunks)
+        chunk = unit - rest * chunks
+        pair = divide(rest, bundles)
+        bundle = rest - pair * bundles
+        batch = divide(pair, heads)
+        keys, fine = key_count(context, task, paged, batch)
+        prepare(context, task, paged, arena, pair, bundle, chunk, keys)
+        k = places(context, task, paged, ONE, batch, pair - batch * heads, keys)
+        v = places(context, task, paged, TWO, batch, pair - batch * heads, keys)
+        query_step = steps_of(context, task, ZERO, heads, queries, dim)[3]
+        mask_step, span = ZERO, EVERYTHING
+        if not paged:
+            if address_of(task, THREE) != ZERO:
+                mask_step = steps_of(context, task, THREE, heads, queries, dim)[3]
+            if load_u32(task + SCALARS + AT_WINDOW) != ZERO:
+                span = load_u32(task + SCALARS + AT_WINDOW)
+        count = rows - (bundle << TWO)
+        if count > FOUR:
+            count = FOUR
+        size = itemsize(kind_of(task, ZERO))
+        ragged = (k[0] | k[1] | k[2] | v[0] | v[1] | v[2]) & FIFTEEN
+        ragged |= (k[3] ^ size) | (v[3] ^ size) | (dim & SEVEN)
+        lane_bits = ZERO
+        if warp_width() > ONE:
+            lane_bits = FIVE
+            if dim <= EIGHT_LANES:
+                lane_bits = THREE
+            elif dim <= SIXTEEN_LANES:
+                lane_bits = FOUR
+        groups = block_width()
+        if groups > WORKING:
+            groups = WORKING
+        groups >>= lane_bits
+        barrier()
+
+        # Later rows see no fewer keys. The first key is a multiple of eight, so that a batch is in one page.
+        end = load_u64(arena + ROWS + (count - ONE) * ROW_SIZE + STOP)
+        first = load_u64(arena + ROWS + STOP)
+        if end > keys:
+            end = keys
+        if first > span:
+            first -= span
+        else:
+            first = ZERO
+        if first > end:
+            first = end
+        first = first >> THREE << THREE
+        piece = (divide(end - first + chunks - ONE, chunks) + SEVEN) >> THREE << THREE
+        first += chunk * piece
+        if first + piece < end:
+            end = first + piece
+        missing = not fine
+        batches = ragged == ZERO
+        if paged:
+            batches = batches and load_u32(task + SCALARS + AT_PAGE) & SEVEN == ZERO
+        done = False
+        if wide:
+            if batches and warp_width() > ONE:
+                done = True
+                if count == ONE:
+                    lost = bundle_1(
+                        context,
+                        task,
+                        paged,
+                        arena,
+                        lane_bits,
+                        groups,
+                        first,
+                        end,
+                        span,
+                        k,
+                        v,
+                        query_step,
+                        mask_step,
+                    )
+                    missing = missing or lost
+                else:
+                    lost = bundle_4(
+                        context,
+                        task,
+                        paged,
+                        arena,
+                        lane_bits,
+                        groups,
+                        first,
+                        end,
+                        span,
+                        k,
+                        v,
+                        query_step,
+                        mask_step,
+                    )
+                    missing = missing or lost
+        row = ZERO
+        while not done and row < count:
+            lost = single(
+                context,
+                task,
+                paged,
+                arena,
+                row,
+                ragged == ZERO,
+                lane_bits,
+                groups,
+                first,
+                end,
+                span,
+                k,
+                v,
+                query_step,
+                mask_step,
+            )
+            missing = missing or lost
+            row += ONE
+        return missing
+
+    attend = m.device(attend)
+
+    def attention(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        paged = load_u32(task) == IS_PAGED
+        tiles = load_u32(task + TILES)
+        chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
+        if chunks > ONE and tile == tiles:
+            merge(context, task, paged)
+            return OK
+        _, queries = shape_of(context, task, paged)
+        rows = queries * (field_of(task, AT_GROUP, BITS_GROUP) + ONE)
+        units = load_u64(task + COUNT) * ((rows + THREE) >> TWO) * chunks
+        share = units
+        if tiles > ONE:
+            share = divide(units + tiles - ONE, tiles)
+        unit = tile * share
+        end = unit + share
+        if end > units:
+            end = units
+        status = OK
+        while unit < end:
+            if attend(context, task, paged, unit, arena):
+                status = OUT_OF_RANGE
+            unit += ONE
+        return status
+
+    return attention
+
+
+def make_attention(m: Primitives) -> Body:
+    """The body of both operators."""
+    return _make_attention(m, True)
+
+
+def make_attention_single(m: Primitives) -> Body:
+    """The same for a machine whose warps are single threads: it never takes keys in batches."""
+    return _make_attention(m, False)
