@@ -54,17 +54,27 @@ NOT_CAUSAL, UPPER_LEFT, LOWER_RIGHT = range(3)
 RECORD_HEAD: Final = 16
 """Bytes before the weighted values of a record in the workspace: f32 largest and sum, and 8 unused."""
 
-# Scratch: the bundle's rows, the pages of its sequence, what groups join, a query, and weighted values.
-ROWS_AT: Final = 0  # a row: address of the query, first key behind those it sees, mask, where its result goes
+# Scratch: what prepare writes for all threads, then what groups join.
+#   a row of the bundle: its query, the first key behind those it sees, its mask, where its result goes
+#   a place, of the keys and of the values: the first, and bytes from page to page, key to key, element to element
+#   paging: the sequence's row of the table, bytes from entry to entry, keys a page, pages
+#   the rest: first and last key of the chunk, most keys that a query sees, bytes from mask to mask
+ROWS_AT: Final = 0
 ROW_BYTES: Final = 32
-PAGING_AT: Final = ROWS_AT + BUNDLE * ROW_BYTES  # address of the table's row, its step, keys a page, pages
+QUERY, STOP, MASK, TARGET = 0, 8, 16, 24
+KEYS_AT: Final = ROWS_AT + BUNDLE * ROW_BYTES
+VALUES_AT: Final = KEYS_AT + 32
+PAGING_AT: Final = VALUES_AT + 32
+REST_AT: Final = PAGING_AT + 32
+JOBS: Final = BUNDLE + 3
 MOST_THREADS: Final = 256  # of a block that work; more are idle
 MOST_GROUPS: Final = MOST_THREADS // 8
-TOPS_AT: Final = PAGING_AT + 32  # f32 of each group
+TOPS_AT: Final = REST_AT + 32  # f32 of each group
 SUMS_AT: Final = TOPS_AT + 4 * MOST_GROUPS
-QUERY_AT: Final = SUMS_AT + 4 * MOST_GROUPS
-VALUES_AT: Final = QUERY_AT + 4 * LARGEST_DIM  # f32 of each group: as many as a value has, eight a thread
-assert VALUES_AT + 4 * 8 * MOST_THREADS <= ARENA_BYTES
+QUERIES_AT: Final = SUMS_AT + 4 * MOST_GROUPS  # f32 of each row, scaled
+QUERY_BYTES: Final = 4 * LARGEST_DIM
+TOTALS_AT: Final = QUERIES_AT + BUNDLE * QUERY_BYTES  # f32 of each group: weighted values, eight a thread
+assert TOTALS_AT + 4 * 8 * MOST_THREADS <= ARENA_BYTES and QUERIES_AT % 16 == 0
 
 
 def record_bytes(dim: int) -> int:
@@ -141,7 +151,7 @@ def make_row_place(m: Primitives) -> Body:
 
     Rows of a pair of batch and kv head are counted with the query heads of the group innermost.
     """
-    u64, divide = m.u64, m.divide
+    u64, divide = m.u64, m.divide_u32
     address_of, field_of, shape_of, steps_of = make_address_of(m), make_field(m), make_shape(m), make_steps(m)
     ONE, BITS_DIM, AT_GROUP, BITS_GROUP = u64(1), u64(DIM_BITS), u64(GROUP_AT), u64(GROUP_BITS)
     ZERO = u64(0)
@@ -162,20 +172,19 @@ def make_row_place(m: Primitives) -> Body:
 @functools.cache
 def make_look_up(m: Primitives) -> Body:
     """`look_up(task, arena, paged, key)` -> (page, key within it, whether there is such a page)."""
-    u64, divide, load_u64 = m.u64, m.divide, m.load_task_u64
+    u64, divide, load_pair = m.u64, m.divide_u32, m.load_task_pair
     load_i64, kind_of = make_load_i64(m), make_kind_of(m)
-    PAGING, EIGHT, SIXTEEN, LAST = u64(PAGING_AT), u64(8), u64(16), u64(24)
-    ZERO, TABLES = u64(0), u64(3)
+    PAGING, SIXTEEN, ZERO, TABLES = u64(PAGING_AT), u64(16), u64(0), u64(3)
 
     def look_up(task: Any, arena: Any, paged: Any, key: Any) -> Any:
         page, inside, there = ZERO, key, True
         if paged:
-            length = load_u64(arena + PAGING + SIXTEEN)
+            table, step = load_pair(arena + PAGING)
+            length, pages = load_pair(arena + PAGING + SIXTEEN)
             turn = divide(key, length)
             inside = key - turn * length
-            at = load_u64(arena + PAGING) + turn * load_u64(arena + PAGING + EIGHT)
-            page = u64(load_i64(kind_of(task, TABLES), at))  # a negative one is past all pages
-            there = page < load_u64(arena + PAGING + LAST)
+            page = u64(load_i64(kind_of(task, TABLES), table + turn * step))  # negative: past all pages
+            there = page < pages
         return page, inside, there
 
     return m.device(look_up)
@@ -183,25 +192,32 @@ def make_look_up(m: Primitives) -> Body:
 
 @functools.cache
 def make_admit(m: Primitives) -> Body:
-    """`admit(task, seen, score, mask, offset)`: the score with its mask, -inf where the key takes no part."""
-    u64, load_u8 = m.u64, m.load_u8
+    """`admit(task, arena, row, there, key, score)`: the score with its mask, -inf where the key is hidden."""
+    u64, load_u8, load_pair = m.u64, m.load_u8, m.load_task_pair
     kind_of, load_f32 = make_kind_of(m), make_load_f32(m)
-    ZERO, MASK, BOOL, LEAST = u64(0), u64(3), u64(DType.BOOL), m.f32(-np.inf)
+    ZERO, OF_MASK, BOOL, LEAST, NOTHING = u64(0), u64(3), u64(DType.BOOL), m.f32(-np.inf), m.f32(0)
+    FIVE, SIXTEEN, AT_STOP, AT_MASK = u64(5), u64(16), u64(ROWS_AT + STOP), u64(ROWS_AT + MASK)
+    REST, load_u64 = u64(REST_AT), m.load_task_u64
+    assert ROW_BYTES == 1 << 5
 
-    def admit(task: Any, seen: Any, score: Any, mask: Any, at: Any) -> Any:
+    def admit(task: Any, arena: Any, row: Any, there: Any, key: Any, score: Any) -> Any:
+        stop = load_u64(arena + AT_STOP + (row << FIVE))
+        mask = load_u64(arena + AT_MASK + (row << FIVE))
+        span, step = load_pair(arena + REST + SIXTEEN)
         result = LEAST
-        if seen:
+        if there and key < stop and key + span >= stop:
             result = score
             if mask != ZERO:
-                kind = kind_of(task, MASK)
+                kind = kind_of(task, OF_MASK)
+                bias = NOTHING
                 if kind == BOOL:
-                    if load_u8(mask + at) == ZERO:
-                        result = LEAST
+                    if load_u8(mask + key * step) == ZERO:
+                        bias = LEAST
                 else:
-                    bias = load_f32(kind, mask + at)
-                    result = score + bias
-                    if bias == LEAST:
-                        result = LEAST
+                    bias = load_f32(kind, mask + key * step)
+                result = score + bias
+                if bias == LEAST:
+                    result = LEAST
         return result
 
     return m.device(admit)
@@ -238,25 +254,30 @@ def make_dot8(m: Primitives) -> Body:
 
 
 @functools.cache
-def make_add_weighted8(m: Primitives) -> Body:
-    """`add_weighted8(total, weight, v)`: total + weight * v, total alone where the weight is 0."""
+def make_add_weighted8(m: Primitives) -> tuple[Body, Body]:
+    """`add(total, weight, v)`: total + weight * v, and the same but total alone where the weight is 0."""
     fma, NOTHING = m.fused_multiply_add, m.f32(0)
 
-    def add_weighted8(total: Any, weight: Any, v: Any) -> Any:
+    def add(total: Any, weight: Any, v: Any) -> Any:
+        return (
+            fma(weight, v[0], total[0]),
+            fma(weight, v[1], total[1]),
+            fma(weight, v[2], total[2]),
+            fma(weight, v[3], total[3]),
+            fma(weight, v[4], total[4]),
+            fma(weight, v[5], total[5]),
+            fma(weight, v[6], total[6]),
+            fma(weight, v[7], total[7]),
+        )
+
+    add = m.device(add)
+
+    def add_taken(total: Any, weight: Any, v: Any) -> Any:
         if weight != NOTHING:
-            total = (
-                fma(weight, v[0], total[0]),
-                fma(weight, v[1], total[1]),
-                fma(weight, v[2], total[2]),
-                fma(weight, v[3], total[3]),
-                fma(weight, v[4], total[4]),
-                fma(weight, v[5], total[5]),
-                fma(weight, v[6], total[6]),
-                fma(weight, v[7], total[7]),
-            )
+            total = add(total, weight, v)
         return total
 
-    return m.device(add_weighted8)
+    return add, m.device(add_taken)
 
 
 @functools.cache
@@ -271,20 +292,23 @@ def make_scale8(m: Primitives) -> Body:
 
 @functools.cache
 def make_scratch8(m: Primitives) -> tuple[Body, Body]:
-    """`load(address)` and `store(address, v)` of eight neighbouring f32 in scratch."""
-    u64, load_f32, store_f32 = m.u64, m.load_scratch_f32, m.store_scratch_f32
+    """`load(address)` and `store(address, v)` of eight f32 in scratch, on a 16-byte line."""
+    u64, load_pair, bits_f32, store_f32 = m.u64, m.load_task_pair, m.bits_f32, m.store_scratch_f32
     P1, P2, P3, P4, P5, P6, P7 = (u64(4 * k) for k in range(1, 8))
+    HALF = u64(32)
 
     def load(address: Any) -> Any:
+        a, b = load_pair(address)
+        c, d = load_pair(address + P4)
         return (
-            load_f32(address),
-            load_f32(address + P1),
-            load_f32(address + P2),
-            load_f32(address + P3),
-            load_f32(address + P4),
-            load_f32(address + P5),
-            load_f32(address + P6),
-            load_f32(address + P7),
+            bits_f32(a),
+            bits_f32(a >> HALF),
+            bits_f32(b),
+            bits_f32(b >> HALF),
+            bits_f32(c),
+            bits_f32(c >> HALF),
+            bits_f32(d),
+            bits_f32(d >> HALF),
         )
 
     def store(address: Any, v: Any) -> None:
@@ -301,64 +325,67 @@ def make_scratch8(m: Primitives) -> tuple[Body, Body]:
 
 
 @functools.cache
-def make_settle_row(m: Primitives) -> tuple[Body, Body]:
-    """How the groups of a block join a row.
+def make_join(m: Primitives) -> Body:
+    """`join(context, task, arena, row, group, part, lane_bits, groups, largest, sum)`: write a row.
 
-    `settle_top(arena, group, part, groups, largest)` -> (the largest of all groups, what this group's sums
-    are to be multiplied with); then each group has its values so multiplied in scratch, and
-    `settle_row(context, task, arena, row, group, part, groups, top, sum)` writes the row.
-    Both are called by all threads; the last barrier frees the scratch.
+    Each group brings its largest score and its sum, and in scratch its weighted values. All threads call; the
+    last barrier frees the scratch.
     """
     u64, f32 = m.u64, m.f32
     thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
-    load_f32, store_f32, load_u64 = m.load_scratch_f32, m.store_scratch_f32, m.load_task_u64
-    store_word = m.store_f32
+    load_u64, load_u32, bits_f32 = m.load_task_u64, m.load_task_u32, m.bits_f32
+    store_scratch, store_word, load_layout = m.store_scratch_f32, m.store_f32, m.load_u64
     store_element, itemsize, kind_of = make_store_f32(m), make_itemsize(m), make_kind_of(m)
-    larger, base_of, field_of = make_larger(m), make_base(m), make_field(m)
+    larger, base_of, field_of, scale8 = make_larger(m), make_base(m), make_field(m), make_scale8(m)
     layout_of, is_strided = make_layout_of(m), make_is_strided(m)
-    load_layout = m.load_u64
+    load_totals, store_totals = make_scratch8(m)
     exp = math.exp
-    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7))
-    TOPS, SUMS, VALUES = u64(TOPS_AT), u64(SUMS_AT), u64(VALUES_AT)
-    ROWS, ROW_SIZE, TARGET, HEAD = u64(ROWS_AT), u64(ROW_BYTES), u64(24), u64(RECORD_HEAD)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, EIGHT = (u64(n) for n in (0, 1, 2, 3, 4, 5, 8))
+    TOPS, SUMS, TOTALS = u64(TOPS_AT), u64(SUMS_AT), u64(TOTALS_AT)
+    AT_TARGET, HEAD = u64(ROWS_AT + TARGET), u64(RECORD_HEAD)
     BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
     INNERMOST, OUT = u64(layout_offset("strides") + 24), u64(OUTPUT)
     NOTHING, LEAST = f32(0), f32(-np.inf)
 
-    def settle_top(arena: Any, group: Any, part: Any, groups: Any, largest: Any) -> Any:
-        if part == ZERO and group < groups:
-            store_f32(arena + TOPS + (group << TWO), largest)
-        barrier()
-        top = LEAST
-        at = ZERO
-        while at < groups:
-            top = larger(top, load_f32(arena + TOPS + (at << TWO)))
-            at += ONE
-        return top, exp(largest - base_of(top))
-
-    def settle_row(
+    def join(
         context: Any,
         task: Any,
         arena: Any,
         row: Any,
         group: Any,
         part: Any,
+        lane_bits: Any,
         groups: Any,
-        top: Any,
+        largest: Any,
         sum: Any,
     ) -> None:
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        parts = (field_of(task, ZERO, BITS_DIM) + EIGHT) >> THREE
         if part == ZERO and group < groups:
-            store_f32(arena + SUMS + (group << TWO), sum)
+            store_scratch(arena + TOPS + (group << TWO), largest)
+        barrier()
+        top = LEAST
+        at = ZERO
+        while at < groups:
+            top = larger(top, bits_f32(load_u32(arena + TOPS + (at << TWO))))
+            at += ONE
+        factor = exp(largest - base_of(top))
+        if group < groups:
+            c = part
+            while c < parts:
+                mine = arena + TOTALS + ((group * parts + c) << FIVE)
+                store_totals(mine, scale8(load_totals(mine), factor))
+                c += ONE << lane_bits
+            if part == ZERO:
+                store_scratch(arena + SUMS + (group << TWO), sum * factor)
         barrier()
         total = NOTHING
         at = ZERO
         while at < groups:
-            total += load_f32(arena + SUMS + (at << TWO))
+            total += bits_f32(load_u32(arena + SUMS + (at << TWO)))
             at += ONE
-        dim = field_of(task, ZERO, BITS_DIM) + ONE
-        apart = (dim + SEVEN) >> THREE << FIVE
         whole = field_of(task, AT_CHUNKS, BITS_CHUNKS) == ZERO
-        target = load_u64(arena + ROWS + row * ROW_SIZE + TARGET)
+        target = load_u64(arena + AT_TARGET + (row << FIVE))
         kind = kind_of(task, OUT)
         step = itemsize(kind)
         if is_strided(task):
@@ -369,11 +396,11 @@ def make_settle_row(m: Primitives) -> tuple[Body, Body]:
             store_word(target + FOUR, total)
         while d < dim:
             value = NOTHING
-            place = arena + VALUES + (d << TWO)
+            place = arena + TOTALS + (d << TWO)
             at = ZERO
             while at < groups:
-                value += load_f32(place)
-                place += apart
+                value += bits_f32(load_u32(place))
+                place += parts << FIVE
                 at += ONE
             if whole:
                 if total != NOTHING:  # it is 0 where no key takes part, and so is the result
@@ -384,79 +411,61 @@ def make_settle_row(m: Primitives) -> tuple[Body, Body]:
             d += block_width()
         barrier()
 
-    return m.device(settle_top), m.device(settle_row)
+    return m.device(join)
 
 
 @functools.cache
 def make_single(m: Primitives) -> Body:
-    """`single(...)` -> whether a page was missing: one row of the bundle, key by key.
+    """`single(...)` -> (largest, sum, whether a page was missing): one row of the bundle, key by key.
 
     Lanes share a key; the parts of it that a lane has need not be one. Works for any layout and width.
     """
     u64, f32 = m.u64, m.f32
-    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
-    load_u64, bits_f32, load_u32 = m.load_task_u64, m.bits_f32, m.load_task_u32
-    store_f32, shuffle = m.store_scratch_f32, m.shuffle_xor_f32
-    load_element, kind_of, field_of = make_load_f32(m), make_kind_of(m), make_field(m)
+    load_pair, shuffle = m.load_task_pair, m.shuffle_xor_f32
+    kind_of, field_of = make_kind_of(m), make_field(m)
     load8, fill8, chunk_count = make_load8(m), make_fill8(m), make_chunk_count(m)
     look_up, admit, base_of, larger = make_look_up(m), make_admit(m), make_base(m), make_larger(m)
-    dot8, add_weighted8, scale8 = make_dot8(m), make_add_weighted8(m), make_scale8(m)
-    settle_top, settle_row = make_settle_row(m)
-    load_values, store_values = make_scratch8(m)
+    dot8, scale8 = make_dot8(m), make_scale8(m)
+    _, add_taken = make_add_weighted8(m)
+    load_scratch, store_scratch = make_scratch8(m)
     exp = math.exp
     ZERO, ONE, TWO, THREE, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 5, 7))
-    ROWS, ROW_SIZE, STOP, MASK = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(16)
-    QUERY, VALUES, SCALARS, BITS_DIM = u64(QUERY_AT), u64(VALUES_AT), u64(offset("scalars")), u64(DIM_BITS)
+    KEYS, VALUES, REST, SIXTEEN = u64(KEYS_AT), u64(VALUES_AT), u64(REST_AT), u64(16)
+    QUERIES, ROW, TOTALS, BITS_DIM = u64(QUERIES_AT), u64(QUERY_BYTES), u64(TOTALS_AT), u64(DIM_BITS)
     NOTHING, LEAST = f32(0), f32(-np.inf)
     NOTHING8 = (NOTHING,) * 8
 
     def single(
-        context: Any,
         task: Any,
         paged: Any,
         arena: Any,
         row: Any,
         vector: Any,
+        group: Any,
+        part: Any,
         lane_bits: Any,
         groups: Any,
-        first: Any,
-        end: Any,
-        span: Any,
-        keys: Any,
-        values: Any,
-        query_step: Any,
-        mask_step: Any,
     ) -> Any:
-        thread = thread_index()
         kind = kind_of(task, ZERO)
         dim = field_of(task, ZERO, BITS_DIM) + ONE
-        query = load_u64(arena + ROWS + row * ROW_SIZE)
-        scale = bits_f32(load_u32(task + SCALARS))
-        d = thread
-        while d < (dim + SEVEN) >> THREE << THREE:
-            element = NOTHING
-            if d < dim:
-                element = load_element(kind, query + d * query_step) * scale
-            store_f32(arena + QUERY + (d << TWO), element)
-            d += block_width()
-        group, part, lanes = thread >> lane_bits, thread & ((ONE << lane_bits) - ONE), ONE << lane_bits
-        parts = (dim + SEVEN) >> THREE
-        mine = arena + VALUES + group * (parts << FIVE)
+        parts, lanes = (dim + SEVEN) >> THREE, ONE << lane_bits
+        mine = arena + TOTALS + ((group * parts) << FIVE)
+        query = arena + QUERIES + row * ROW
         if group < groups:
             c = part
             while c < parts:
-                store_values(mine + (c << FIVE), NOTHING8)
+                store_scratch(mine + (c << FIVE), NOTHING8)
                 c += lanes
-        barrier()
-
-        stop = load_u64(arena + ROWS + row * ROW_SIZE + STOP)
-        mask = load_u64(arena + ROWS + row * ROW_SIZE + MASK)
+        turn, end = load_pair(arena + REST)
+        first_k, page_k = load_pair(arena + KEYS)
+        key_k, step_k = load_pair(arena + KEYS + SIXTEEN)
+        first_v, page_v = load_pair(arena + VALUES)
+        key_v, step_v = load_pair(arena + VALUES + SIXTEEN)
         largest, sum, missing = LEAST, NOTHING, False
-        # The lanes of a warp stay together: all go on while the first group has a key.
-        turn = first
-        key = first + group
+        key = turn + group
         if group >= groups:
             turn = end
+        # The lanes of a warp stay together: all go on while the first group has a key.
         while turn < end:
             page, inside, there = ZERO, ZERO, False
             if key < end:
@@ -465,20 +474,19 @@ def make_single(m: Primitives) -> Body:
                     missing = True
             score = NOTHING
             if there:
-                at = keys[0] + page * keys[1] + inside * keys[2]
+                at = first_k + page * page_k + inside * key_k
                 c = part
                 while c < parts:
                     j = c << THREE
                     n = chunk_count(j, dim, ONE)
-                    v = fill8(load8(vector, kind, at + j * keys[3], keys[3], n), n, NOTHING)
-                    score += dot8(v, load_values(arena + QUERY + (j << TWO)))
+                    v = fill8(load8(vector, kind, at + j * step_k, step_k, n), n, NOTHING)
+                    score += dot8(v, load_scratch(query + (j << TWO)))
                     c += lanes
             apart = lanes >> ONE
             while apart > ZERO:
                 score += shuffle(score, apart)
                 apart >>= ONE
-            seen = there and key < stop and key + span >= stop
-            score = admit(task, seen, score, mask, key * mask_step)
+            score = admit(task, arena, row, there, key, score)
             top = larger(largest, score)
             base = base_of(top)
             shrink = exp(largest - base)
@@ -486,28 +494,20 @@ def make_single(m: Primitives) -> Body:
             largest = top
             sum = sum * shrink + weight
             if there:
-                at = values[0] + page * values[1] + inside * values[2]
+                at = first_v + page * page_v + inside * key_v
                 c = part
                 while c < parts:
                     j = c << THREE
-                    n = chunk_count(j, dim, ONE)
-                    total = scale8(load_values(mine + (c << FIVE)), shrink)
+                    total = scale8(load_scratch(mine + (c << FIVE)), shrink)
                     if weight != NOTHING:
-                        v = fill8(load8(vector, kind, at + j * values[3], values[3], n), n, NOTHING)
-                        total = add_weighted8(total, weight, v)
-                    store_values(mine + (c << FIVE), total)
+                        n = chunk_count(j, dim, ONE)
+                        v = fill8(load8(vector, kind, at + j * step_v, step_v, n), n, NOTHING)
+                        total = add_taken(total, weight, v)
+                    store_scratch(mine + (c << FIVE), total)
                     c += lanes
             key += groups
             turn += groups
-
-        top, factor = settle_top(arena, group, part, groups, largest)
-        if group < groups:
-            c = part
-            while c < parts:
-                store_values(mine + (c << FIVE), scale8(load_values(mine + (c << FIVE)), factor))
-                c += lanes
-        settle_row(context, task, arena, row, group, part, groups, top, sum * factor)
-        return missing
+        return largest, sum, missing
 
     return m.device(single)
 
@@ -640,14 +640,6 @@ def make_products(m: Primitives, rows: int) -> Body:
     u64, unpack8, dot8 = m.u64, make_unpack8(m), make_dot8(m)
     ZERO, F32, F16, BF16, NOTHING = u64(0), u64(DType.F32), u64(DType.F16), u64(DType.BF16), m.f32(0)
 
-    def one(q: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
-        return dot8(a, q), dot8(b, q), dot8(c, q), dot8(d, q), dot8(e, q), dot8(f, q), dot8(g, q), dot8(h, q)
-
-    def four(v: Any, q: Any) -> Any:
-        return dot8(v, q[0]), dot8(v, q[1]), dot8(v, q[2]), dot8(v, q[3])
-
-    one, four = m.device(one), m.device(four)
-
     def narrow_1(kind: Any, raw: Any, q: Any) -> Any:
         return (
             dot8(unpack8(kind, (raw[0], raw[1], ZERO, ZERO)), q),
@@ -677,6 +669,11 @@ def make_products(m: Primitives, rows: int) -> Body:
             NOTHING,
             NOTHING,
         )
+
+    def four(v: Any, q: Any) -> Any:
+        return dot8(v, q[0]), dot8(v, q[1]), dot8(v, q[2]), dot8(v, q[3])
+
+    four = m.device(four)
 
     def narrow_4(kind: Any, raw: Any, q: Any) -> Any:
         a = four(unpack8(kind, (raw[0], raw[1], ZERO, ZERO)), q)
@@ -717,9 +714,26 @@ def make_products(m: Primitives, rows: int) -> Body:
 
 @functools.cache
 def make_blend(m: Primitives, rows: int) -> Body:
-    """`blend(kind, raw, w, totals)`: totals with a batch of values, each with its weight; see `make_products`."""
-    u64, unpack8, add = m.u64, make_unpack8(m), make_add_weighted8(m)
-    ZERO, F32, F16, BF16 = u64(0), u64(DType.F32), u64(DType.F16), u64(DType.BF16)
+    """`blend(kind, raw, w, totals, holes, batch)`: totals with a batch of values, each with its weight.
+
+    With rows=4 for four rows. holes: some weight is 0, so its value may not even be multiplied with.
+    """
+    u64, unpack8 = m.u64, make_unpack8(m)
+    add, add_taken = make_add_weighted8(m)
+    ZERO, ONE, F32, F16, BF16 = u64(0), u64(1), u64(DType.F32), u64(DType.F16), u64(DType.BF16)
+
+    def next_key(raw: Any) -> Any:
+        return (*raw[2:], raw[0], raw[1])
+
+    def next_weight(w: Any) -> Any:
+        return (*w[1:], w[0])
+
+    def unpack_narrow(kind: Any, raw: Any) -> Any:
+        if kind == F16:
+            return unpack8(F16, (raw[0], raw[1], ZERO, ZERO))
+        return unpack8(BF16, (raw[0], raw[1], ZERO, ZERO))
+
+    next_key, next_weight, unpack_narrow = m.device(next_key), m.device(next_weight), m.device(unpack_narrow)
 
     def narrow_1(kind: Any, raw: Any, w: Any, total: Any) -> Any:
         total = add(total, w[0], unpack8(kind, (raw[0], raw[1], ZERO, ZERO)))
@@ -733,142 +747,85 @@ def make_blend(m: Primitives, rows: int) -> Body:
 
     narrow_1 = m.device(narrow_1)
 
-    def blend_1(kind: Any, raw: Any, w: Any, total: Any) -> Any:
-        if kind == F16:
-            return narrow_1(F16, raw, w, total)
-        if kind == BF16:
-            return narrow_1(BF16, raw, w, total)
-        total = add(total, w[0], unpack8(F32, (raw[0], raw[1], raw[2], raw[3])))
-        total = add(total, w[1], unpack8(F32, (raw[4], raw[5], raw[6], raw[7])))
-        total = add(total, w[2], unpack8(F32, (raw[8], raw[9], raw[10], raw[11])))
-        return add(total, w[3], unpack8(F32, (raw[12], raw[13], raw[14], raw[15])))
+    def blend_1(kind: Any, raw: Any, w: Any, total: Any, holes: Any, batch: Any) -> Any:
+        if kind == F32:
+            total = add_taken(total, w[0], unpack8(F32, (raw[0], raw[1], raw[2], raw[3])))
+            total = add_taken(total, w[1], unpack8(F32, (raw[4], raw[5], raw[6], raw[7])))
+            total = add_taken(total, w[2], unpack8(F32, (raw[8], raw[9], raw[10], raw[11])))
+            total = add_taken(total, w[3], unpack8(F32, (raw[12], raw[13], raw[14], raw[15])))
+        elif holes:
+            while batch > ZERO:  # the same few instructions for each key: this is rare
+                total = add_taken(total, w[0], unpack_narrow(kind, raw))
+                raw, w = next_key(raw), next_weight(w)
+                batch -= ONE
+        elif kind == F16:
+            total = narrow_1(F16, raw, w, total)
+        else:
+            total = narrow_1(BF16, raw, w, total)
+        return total
 
-    def add4(totals: Any, a: Any, b: Any, c: Any, d: Any, v: Any) -> Any:
-        return add(totals[0], a, v), add(totals[1], b, v), add(totals[2], c, v), add(totals[3], d, v)
+    def add4(t: Any, w: Any, v: Any) -> Any:
+        return add(t[0], w[0], v), add(t[1], w[1], v), add(t[2], w[2], v), add(t[3], w[3], v)
 
-    add4 = m.device(add4)
+    def taken4(t: Any, w: Any, v: Any) -> Any:
+        return (
+            add_taken(t[0], w[0], v),
+            add_taken(t[1], w[1], v),
+            add_taken(t[2], w[2], v),
+            add_taken(t[3], w[3], v),
+        )
+
+    add4, taken4 = m.device(add4), m.device(taken4)
 
     def narrow_4(kind: Any, raw: Any, w: Any, t: Any) -> Any:
         a, b, c, d = w
-        t = add4(t, a[0], b[0], c[0], d[0], unpack8(kind, (raw[0], raw[1], ZERO, ZERO)))
-        t = add4(t, a[1], b[1], c[1], d[1], unpack8(kind, (raw[2], raw[3], ZERO, ZERO)))
-        t = add4(t, a[2], b[2], c[2], d[2], unpack8(kind, (raw[4], raw[5], ZERO, ZERO)))
-        t = add4(t, a[3], b[3], c[3], d[3], unpack8(kind, (raw[6], raw[7], ZERO, ZERO)))
-        t = add4(t, a[4], b[4], c[4], d[4], unpack8(kind, (raw[8], raw[9], ZERO, ZERO)))
-        t = add4(t, a[5], b[5], c[5], d[5], unpack8(kind, (raw[10], raw[11], ZERO, ZERO)))
-        t = add4(t, a[6], b[6], c[6], d[6], unpack8(kind, (raw[12], raw[13], ZERO, ZERO)))
-        return add4(t, a[7], b[7], c[7], d[7], unpack8(kind, (raw[14], raw[15], ZERO, ZERO)))
+        t = add4(t, (a[0], b[0], c[0], d[0]), unpack8(kind, (raw[0], raw[1], ZERO, ZERO)))
+        t = add4(t, (a[1], b[1], c[1], d[1]), unpack8(kind, (raw[2], raw[3], ZERO, ZERO)))
+        t = add4(t, (a[2], b[2], c[2], d[2]), unpack8(kind, (raw[4], raw[5], ZERO, ZERO)))
+        t = add4(t, (a[3], b[3], c[3], d[3]), unpack8(kind, (raw[6], raw[7], ZERO, ZERO)))
+        t = add4(t, (a[4], b[4], c[4], d[4]), unpack8(kind, (raw[8], raw[9], ZERO, ZERO)))
+        t = add4(t, (a[5], b[5], c[5], d[5]), unpack8(kind, (raw[10], raw[11], ZERO, ZERO)))
+        t = add4(t, (a[6], b[6], c[6], d[6]), unpack8(kind, (raw[12], raw[13], ZERO, ZERO)))
+        return add4(t, (a[7], b[7], c[7], d[7]), unpack8(kind, (raw[14], raw[15], ZERO, ZERO)))
 
     narrow_4 = m.device(narrow_4)
 
-    def blend_4(kind: Any, raw: Any, w: Any, t: Any) -> Any:
-        if kind == F16:
-            return narrow_4(F16, raw, w, t)
-        if kind == BF16:
-            return narrow_4(BF16, raw, w, t)
+    def blend_4(kind: Any, raw: Any, w: Any, t: Any, holes: Any, batch: Any) -> Any:
         a, b, c, d = w
-        t = add4(t, a[0], b[0], c[0], d[0], unpack8(F32, (raw[0], raw[1], raw[2], raw[3])))
-        t = add4(t, a[1], b[1], c[1], d[1], unpack8(F32, (raw[4], raw[5], raw[6], raw[7])))
-        t = add4(t, a[2], b[2], c[2], d[2], unpack8(F32, (raw[8], raw[9], raw[10], raw[11])))
-        return add4(t, a[3], b[3], c[3], d[3], unpack8(F32, (raw[12], raw[13], raw[14], raw[15])))
+        if kind == F32:
+            t = taken4(t, (a[0], b[0], c[0], d[0]), unpack8(F32, (raw[0], raw[1], raw[2], raw[3])))
+            t = taken4(t, (a[1], b[1], c[1], d[1]), unpack8(F32, (raw[4], raw[5], raw[6], raw[7])))
+            t = taken4(t, (a[2], b[2], c[2], d[2]), unpack8(F32, (raw[8], raw[9], raw[10], raw[11])))
+            t = taken4(t, (a[3], b[3], c[3], d[3]), unpack8(F32, (raw[12], raw[13], raw[14], raw[15])))
+        elif holes:
+            while batch > ZERO:
+                t = taken4(t, (a[0], b[0], c[0], d[0]), unpack_narrow(kind, raw))
+                raw, a, b, c, d = (
+                    next_key(raw),
+                    next_weight(a),
+                    next_weight(b),
+                    next_weight(c),
+                    next_weight(d),
+                )
+                batch -= ONE
+        elif kind == F16:
+            t = narrow_4(F16, raw, w, t)
+        else:
+            t = narrow_4(BF16, raw, w, t)
+        return t
 
     return m.device(blend_4 if rows == BUNDLE else blend_1)
 
 
 @functools.cache
-def make_bundle(m: Primitives, rows: int) -> Body:
-    """`bundle(...)` -> whether a page was missing: 1 or 4 rows, a batch of keys at a time; see the module."""
-    u64, f32 = m.u64, m.f32
-    thread_index, load_u64, load_u32 = m.thread_index, m.load_task_u64, m.load_task_u32
-    bits_f32, shuffle, warp_width = m.bits_f32, m.shuffle_xor_f32, m.warp_width
-    kind_of, field_of, spread = make_kind_of(m), make_field(m), make_spread_f32(m)
-    look_up, admit, soften, scale8 = make_look_up(m), make_admit(m), make_soften(m), make_scale8(m)
-    load_batch, gather_score, share_weights = make_load_batch(m), make_gather_score(m), make_share_weights(m)
-    products, blend = make_products(m, rows), make_blend(m, rows)
-    settle_top, settle_row = make_settle_row(m)
-    _, store_values = make_scratch8(m)
-    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN, EIGHT = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7, 8))
-    ROWS, ROW_SIZE, STOP, MASK, TARGET = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(16), u64(24)
-    VALUES, SCALARS, BITS_DIM, F32 = u64(VALUES_AT), u64(offset("scalars")), u64(DIM_BITS), u64(DType.F32)
-    NOTHING, LEAST = f32(0), f32(-np.inf)
-    NOTHING8 = (NOTHING,) * 8
+def make_fetch(m: Primitives) -> tuple[Body, Body]:
+    """`fetch(task, arena, paged, batch, key, end)` -> (keys of the batch, page, key within it, whether it is
+    there, whether it is missing), and `load(arena, place, skip, live, wide, page, inside, count)` of it."""
+    u64, load_pair, load_u64 = m.u64, m.load_task_pair, m.load_task_u64
+    look_up, load_batch = make_look_up(m), make_load_batch(m)
+    ZERO, EIGHT, SIXTEEN = u64(0), u64(8), u64(16)
 
-    def load_query(arena: Any, task: Any, row: Any, part: Any, parts: Any, step: Any) -> Any:
-        if part < parts:
-            at = load_u64(arena + ROWS + row * ROW_SIZE) + (part << THREE) * step
-            return scale8(spread(kind_of(task, ZERO), at, step, EIGHT), bits_f32(load_u32(task + SCALARS)))
-        return NOTHING8
-
-    load_query = m.device(load_query)
-
-    def weigh(
-        task: Any,
-        arena: Any,
-        row: Any,
-        part: Any,
-        lane_bits: Any,
-        there: Any,
-        key: Any,
-        span: Any,
-        mask_step: Any,
-        largest: Any,
-        sum: Any,
-        d: Any,
-    ) -> Any:
-        """`soften` of the batch's scores of a row; `key` is this lane's."""
-        at = arena + ROWS + row * ROW_SIZE
-        stop = load_u64(at + STOP)
-        seen = there and key < stop and key + span >= stop
-        score = gather_score(part, lane_bits, d)
-        score = admit(task, seen, score, load_u64(at + MASK), key * mask_step)
-        return soften(largest, sum, score)
-
-    weigh = m.device(weigh)
-
-    def sum_lanes(sum: Any) -> Any:
-        sum += shuffle(sum, ONE)
-        sum += shuffle(sum, TWO)
-        return sum + shuffle(sum, FOUR)
-
-    sum_lanes = m.device(sum_lanes)
-
-    def finish(
-        context: Any,
-        task: Any,
-        arena: Any,
-        row: Any,
-        group: Any,
-        part: Any,
-        groups: Any,
-        parts: Any,
-        largest: Any,
-        sum: Any,
-        total: Any,
-    ) -> None:
-        sum = sum_lanes(sum)
-        top, factor = settle_top(arena, group, part, groups, largest)
-        if group < groups and part < parts:
-            at = arena + VALUES + group * (parts << FIVE) + (part << FIVE)
-            store_values(at, scale8(total, factor))
-        settle_row(context, task, arena, row, group, part, groups, top, sum * factor)
-
-    finish = m.device(finish)
-
-    def spot(first: Any, end: Any, lane_bits: Any, groups: Any, batch_bits: Any) -> Any:
-        """(group, part, first key of the group, first key of the warp, keys from a batch to the next)"""
-        thread = thread_index()
-        group, part = thread >> lane_bits, thread & ((ONE << lane_bits) - ONE)
-        turn = first + ((thread & ~(warp_width() - ONE)) >> lane_bits << batch_bits)
-        if group >= groups:
-            turn = end
-        return group, part, first + (group << batch_bits), turn, groups << batch_bits
-
-    spot = m.device(spot)
-
-    def fetch(
-        task: Any, arena: Any, paged: Any, wide: Any, batch: Any, key: Any, end: Any, part: Any, parts: Any
-    ) -> Any:
-        """(keys of a batch, page, key within it, whether it is there, whether it is missing)"""
+    def fetch(task: Any, arena: Any, paged: Any, batch: Any, key: Any, end: Any) -> Any:
         count, page, inside, there = ZERO, ZERO, ZERO, False
         if key < end:
             count = end - key
@@ -877,136 +834,173 @@ def make_bundle(m: Primitives, rows: int) -> Body:
             page, inside, there = look_up(task, arena, paged, key)
         return count, page, inside, there, key < end and not there
 
-    fetch = m.device(fetch)
+    def load(
+        arena: Any, place: Any, skip: Any, live: Any, wide: Any, page: Any, inside: Any, count: Any
+    ) -> Any:
+        step = load_u64(arena + place + SIXTEEN)
+        first, page_step = load_pair(arena + place)
+        return load_batch(live, wide, first + skip + page * page_step + inside * step, step, count)
+
+    return m.device(fetch), m.device(load)
+
+
+@functools.cache
+def make_bundle(m: Primitives, rows: int) -> Body:
+    """`bundle(...)`: 1 or 4 rows, a batch of keys at a time, the first of which has been loaded.
+
+    Returns for each row the largest score, the sum and the weighted values; and whether a page was missing.
+    """
+    u64, f32 = m.u64, m.f32
+    shuffle, kind_of, admit, soften, scale8 = (
+        m.shuffle_xor_f32,
+        make_kind_of(m),
+        make_admit(m),
+        make_soften(m),
+        make_scale8(m),
+    )
+    (fetch, load), (load_scratch, _) = make_fetch(m), make_scratch8(m)
+    gather_score, share_weights = make_gather_score(m), make_share_weights(m)
+    products, blend = make_products(m, rows), make_blend(m, rows)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7))
+    KEYS, VALUES, F32 = u64(KEYS_AT), u64(VALUES_AT), u64(DType.F32)
+    QUERIES, ROW = u64(QUERIES_AT), u64(QUERY_BYTES)
+    NOTHING, UNIT, LEAST = f32(0), f32(1), f32(-np.inf)
+    NOTHING8 = (NOTHING,) * 8
+
+    def load_query(arena: Any, row: Any, part: Any, own: Any) -> Any:
+        if own:
+            return load_scratch(arena + QUERIES + row * ROW + (part << FIVE))
+        return NOTHING8
+
+    def sum_lanes(sum: Any) -> Any:
+        sum += shuffle(sum, ONE)
+        sum += shuffle(sum, TWO)
+        return sum + shuffle(sum, FOUR)
+
+    load_query, sum_lanes = m.device(load_query), m.device(sum_lanes)
+
+    def any_hole(hole: Any) -> Any:
+        """Whether some lane of the eight has one."""
+        holes = NOTHING
+        if hole:
+            holes = UNIT
+        return sum_lanes(holes) != NOTHING
+
+    any_hole = m.device(any_hole)
 
     def bundle_1(
-        context: Any,
         task: Any,
         paged: Any,
         arena: Any,
+        part: Any,
+        own: Any,
         lane_bits: Any,
-        groups: Any,
-        first: Any,
+        batch_bits: Any,
+        skip: Any,
+        turn: Any,
+        key: Any,
         end: Any,
-        span: Any,
-        keys: Any,
-        values: Any,
-        query_step: Any,
-        mask_step: Any,
+        leap: Any,
+        k: Any,
+        v: Any,
+        there: Any,
     ) -> Any:
         kind = kind_of(task, ZERO)
-        wide = kind == F32
-        batch_bits = THREE
-        if wide:
-            batch_bits = TWO
-        batch = ONE << batch_bits
-        group, part, key, turn, leap = spot(first, end, lane_bits, groups, batch_bits)
-        parts = (field_of(task, ZERO, BITS_DIM) + EIGHT) >> THREE
-        own = part < parts
-        skip_k = keys[0] + (part << THREE) * keys[3]
-        skip_v = values[0] + (part << THREE) * values[3]
-        count, page, inside, there, missing = fetch(task, arena, paged, wide, batch, key, end, part, parts)
-        k = load_batch(there and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
-        v = load_batch(there and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count)
-        q = load_query(arena, task, ZERO, part, parts, query_step)
-        largest, sum, total = LEAST, NOTHING, NOTHING8
+        wide, batch, lane = kind == F32, ONE << batch_bits, part & SEVEN
+        q = load_query(arena, ZERO, part, own)
+        largest, sum, total, missing = LEAST, NOTHING, NOTHING8, False
         while turn < end:
             d = products(kind, k, q)
-            mine = key + (part & SEVEN)
-            there = there and (part & SEVEN) < count
+            mine = key + lane
+            there = there and lane < batch and mine < end
             key += leap
             turn += leap
-            count, page, inside, coming, lost = fetch(task, arena, paged, wide, batch, key, end, part, parts)
+            count, page, inside, coming, lost = fetch(task, arena, paged, batch, key, end)
             missing = missing or lost
-            k = load_batch(coming and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
-            largest, sum, shrink, w = weigh(
-                task, arena, ZERO, part, lane_bits, there, mine, span, mask_step, largest, sum, d
-            )
-            total = blend(kind, v, share_weights(part, w), scale8(total, shrink))
-            v = load_batch(
-                coming and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count
-            )
+            k = load(arena, KEYS, skip, coming and own, wide, page, inside, count)
+            score = admit(task, arena, ZERO, there, mine, gather_score(part, lane_bits, d))
+            largest, sum, shrink, w = soften(largest, sum, score)
+            holes = any_hole(w == NOTHING)
+            total = blend(kind, v, share_weights(part, w), scale8(total, shrink), holes, batch)
+            v = load(arena, VALUES, skip, coming and own, wide, page, inside, count)
             there = coming
-        finish(context, task, arena, ZERO, group, part, groups, parts, largest, sum, total)
-        return missing
+        return (
+            (largest, LEAST, LEAST, LEAST),
+            (sum_lanes(sum), NOTHING, NOTHING, NOTHING),
+            (total, NOTHING8, NOTHING8, NOTHING8),
+            missing,
+        )
 
     def bundle_4(
-        context: Any,
         task: Any,
         paged: Any,
         arena: Any,
+        part: Any,
+        own: Any,
         lane_bits: Any,
-        groups: Any,
-        first: Any,
+        batch_bits: Any,
+        skip: Any,
+        turn: Any,
+        key: Any,
         end: Any,
-        span: Any,
-        keys: Any,
-        values: Any,
-        query_step: Any,
-        mask_step: Any,
+        leap: Any,
+        k: Any,
+        v: Any,
+        there: Any,
     ) -> Any:
         kind = kind_of(task, ZERO)
-        wide = kind == F32
-        batch_bits = THREE
-        if wide:
-            batch_bits = TWO
-        batch = ONE << batch_bits
-        group, part, key, turn, leap = spot(first, end, lane_bits, groups, batch_bits)
-        parts = (field_of(task, ZERO, BITS_DIM) + EIGHT) >> THREE
-        own = part < parts
-        skip_k = keys[0] + (part << THREE) * keys[3]
-        skip_v = values[0] + (part << THREE) * values[3]
-        count, page, inside, there, missing = fetch(task, arena, paged, wide, batch, key, end, part, parts)
-        k = load_batch(there and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
-        v = load_batch(there and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count)
-        q = (
-            load_query(arena, task, ZERO, part, parts, query_step),
-            load_query(arena, task, ONE, part, parts, query_step),
-            load_query(arena, task, TWO, part, parts, query_step),
-            load_query(arena, task, THREE, part, parts, query_step),
-        )
+        wide, batch, lane = kind == F32, ONE << batch_bits, part & SEVEN
         top_0, top_1, top_2, top_3 = LEAST, LEAST, LEAST, LEAST
         sum_0, sum_1, sum_2, sum_3 = NOTHING, NOTHING, NOTHING, NOTHING
         t = (NOTHING8, NOTHING8, NOTHING8, NOTHING8)
+        missing = False
         while turn < end:
-            d = products(kind, k, q)
-            mine = key + (part & SEVEN)
-            there = there and (part & SEVEN) < count
+            # The queries are read again for each batch: to hold all four takes registers that are short here.
+            d = products(
+                kind,
+                k,
+                (
+                    load_query(arena, ZERO, part, own),
+                    load_query(arena, ONE, part, own),
+                    load_query(arena, TWO, part, own),
+                    load_query(arena, THREE, part, own),
+                ),
+            )
+            mine = key + lane
+            there = there and lane < batch and mine < end
             key += leap
             turn += leap
-            count, page, inside, coming, lost = fetch(task, arena, paged, wide, batch, key, end, part, parts)
+            count, page, inside, coming, lost = fetch(task, arena, paged, batch, key, end)
             missing = missing or lost
-            k = load_batch(coming and own, wide, skip_k + page * keys[1] + inside * keys[2], keys[2], count)
-            top_0, sum_0, a, w_0 = weigh(
-                task, arena, ZERO, part, lane_bits, there, mine, span, mask_step, top_0, sum_0, d[0]
-            )
-            top_1, sum_1, b, w_1 = weigh(
-                task, arena, ONE, part, lane_bits, there, mine, span, mask_step, top_1, sum_1, d[1]
-            )
-            top_2, sum_2, c, w_2 = weigh(
-                task, arena, TWO, part, lane_bits, there, mine, span, mask_step, top_2, sum_2, d[2]
-            )
-            top_3, sum_3, e, w_3 = weigh(
-                task, arena, THREE, part, lane_bits, there, mine, span, mask_step, top_3, sum_3, d[3]
-            )
+            k = load(arena, KEYS, skip, coming and own, wide, page, inside, count)
+            score = admit(task, arena, ZERO, there, mine, gather_score(part, lane_bits, d[0]))
+            top_0, sum_0, shrink, w_0 = soften(top_0, sum_0, score)
+            t_0 = scale8(t[0], shrink)
+            score = admit(task, arena, ONE, there, mine, gather_score(part, lane_bits, d[1]))
+            top_1, sum_1, shrink, w_1 = soften(top_1, sum_1, score)
+            t_1 = scale8(t[1], shrink)
+            score = admit(task, arena, TWO, there, mine, gather_score(part, lane_bits, d[2]))
+            top_2, sum_2, shrink, w_2 = soften(top_2, sum_2, score)
+            t_2 = scale8(t[2], shrink)
+            score = admit(task, arena, THREE, there, mine, gather_score(part, lane_bits, d[3]))
+            top_3, sum_3, shrink, w_3 = soften(top_3, sum_3, score)
+            t_3 = scale8(t[3], shrink)
+            holes = any_hole(w_0 == NOTHING or w_1 == NOTHING or w_2 == NOTHING or w_3 == NOTHING)
             w = (
                 share_weights(part, w_0),
                 share_weights(part, w_1),
                 share_weights(part, w_2),
                 share_weights(part, w_3),
             )
-            t = blend(kind, v, w, (scale8(t[0], a), scale8(t[1], b), scale8(t[2], c), scale8(t[3], e)))
-            v = load_batch(
-                coming and own, wide, skip_v + page * values[1] + inside * values[2], values[2], count
-            )
+            t = blend(kind, v, w, (t_0, t_1, t_2, t_3), holes, batch)
+            v = load(arena, VALUES, skip, coming and own, wide, page, inside, count)
             there = coming
-        finish(context, task, arena, ZERO, group, part, groups, parts, top_0, sum_0, t[0])
-        finish(context, task, arena, ONE, group, part, groups, parts, top_1, sum_1, t[1])
-        if load_u64(arena + ROWS + TWO * ROW_SIZE + TARGET) != ZERO:
-            finish(context, task, arena, TWO, group, part, groups, parts, top_2, sum_2, t[2])
-        if load_u64(arena + ROWS + THREE * ROW_SIZE + TARGET) != ZERO:
-            finish(context, task, arena, THREE, group, part, groups, parts, top_3, sum_3, t[3])
-        return missing
+        return (
+            (top_0, top_1, top_2, top_3),
+            (sum_lanes(sum_0), sum_lanes(sum_1), sum_lanes(sum_2), sum_lanes(sum_3)),
+            t,
+            missing,
+        )
 
     return m.device(bundle_4 if rows == BUNDLE else bundle_1)
 
@@ -1015,7 +1009,7 @@ def make_bundle(m: Primitives, rows: int) -> Body:
 def make_merge(m: Primitives) -> Body:
     """`merge(context, task, paged)`: join the chunks of every row from the workspace and write the rows."""
     u64, f32 = m.u64, m.f32
-    thread_index, block_width, divide = m.thread_index, m.block_width, m.divide
+    thread_index, block_width, divide = m.thread_index, m.block_width, m.divide_u32
     load_u64, load_f32x4, fma = m.load_task_u64, m.load_f32x4, m.fused_multiply_add
     address_of, kind_of, field_of, shape_of = (
         make_address_of(m),
@@ -1112,10 +1106,9 @@ def make_merge(m: Primitives) -> Body:
 
 @functools.cache
 def make_prepare(m: Primitives) -> Body:
-    """`prepare(context, task, paged, arena, pair, bundle, chunk, keys)`: write the bundle's rows to scratch,
-    and where to look up pages."""
-    u64, divide, thread_index, block_width = m.u64, m.divide, m.thread_index, m.block_width
-    load_u32, load_layout, store_u64 = m.load_task_u32, m.load_u64, m.store_u64
+    """`prepare(context, task, paged, arena, pair, bundle, chunk, keys)`: write to scratch what a unit is."""
+    u64, divide, thread_index, block_width = m.u64, m.divide_u32, m.thread_index, m.block_width
+    load_u32, load_layout, store_u64, warp_width = m.load_task_u32, m.load_u64, m.store_u64, m.warp_width
     address_of, kind_of, field_of, shape_of = (
         make_address_of(m),
         make_kind_of(m),
@@ -1128,15 +1121,30 @@ def make_prepare(m: Primitives) -> Body:
         make_steps(m),
         make_row_place(m),
     )
-    ZERO, ONE, TWO, THREE, FOUR, EIGHT, SIXTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 8, 16))
-    ROWS, ROW_SIZE, STOP, MASK, TARGET = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(16), u64(24)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7))
+    EIGHT, SIXTEEN, LAST, JOB_COUNT = u64(8), u64(16), u64(24), u64(JOBS)
+    ROWS, AT_STOP, AT_MASK, AT_TARGET = u64(ROWS_AT), u64(STOP), u64(MASK), u64(TARGET)
+    KEYS_PLACE, REST, PAGING = u64(KEYS_AT), u64(REST_AT), u64(PAGING_AT)
     BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
     AT_GROUP, BITS_GROUP, HEAD = u64(GROUP_AT), u64(GROUP_BITS), u64(RECORD_HEAD)
     AT_CAUSAL, BITS_CAUSAL, UPPER, LOWER = u64(CAUSAL_AT), u64(CAUSAL_BITS), u64(UPPER_LEFT), u64(LOWER_RIGHT)
-    OUT, WORKSPACE = u64(OUTPUT), u64(OUTPUT + 1)
-    PAGING, LAST, SCALARS = u64(PAGING_AT), u64(24), u64(offset("scalars"))
-    AT_PAGE, STRIDES = u64(PAGE), u64(layout_offset("strides"))
-    SHAPE = u64(layout_offset("shape"))
+    OUT, WORKSPACE, SCALARS = u64(OUTPUT), u64(OUTPUT + 1), u64(offset("scalars"))
+    AT_PAGE, AT_WINDOW, EVERYTHING = u64(PAGE), u64(WINDOW), u64(1 << 62)
+    STRIDES, SHAPE = u64(layout_offset("strides")), u64(layout_offset("shape"))
+    assert VALUES_AT == KEYS_AT + 32 and ROWS_AT % 16 == 0
+
+    def stop_of(task: Any, queries: Any, query: Any, keys: Any) -> Any:
+        """The key behind a query's own, 0 where that is before all."""
+        causal = field_of(task, AT_CAUSAL, BITS_CAUSAL)
+        if causal == UPPER:
+            return query + ONE
+        if causal == LOWER:
+            if keys + query < queries:
+                return ZERO
+            return keys + query + ONE - queries
+        return keys
+
+    stop_of = m.device(stop_of)
 
     def prepare(
         context: Any, task: Any, paged: Any, arena: Any, pair: Any, bundle: Any, chunk: Any, keys: Any
@@ -1145,78 +1153,174 @@ def make_prepare(m: Primitives) -> Body:
         group = field_of(task, AT_GROUP, BITS_GROUP) + ONE
         rows = queries * group
         chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
-        causal = field_of(task, AT_CAUSAL, BITS_CAUSAL)
         dim = field_of(task, ZERO, BITS_DIM) + ONE
-        record = HEAD + ((dim + THREE) >> TWO << FOUR)
         batch = divide(pair, heads)
-        j = thread_index()
-        while j < FOUR:
-            row = (bundle << TWO) + j
-            target, stop, mask = ZERO, ZERO, ZERO
-            if row < rows:
-                query = divide(row, group)
-                stop = keys
-                if causal == UPPER:
-                    stop = query + ONE
-                elif causal == LOWER:
-                    stop = ZERO
-                    if keys + query + ONE > queries:
-                        stop = keys + query + ONE - queries
-                if not paged:
-                    mask = address_of(task, THREE)
-                    if mask != ZERO:
-                        steps = steps_of(context, task, THREE, heads, queries, dim)
-                        head = (pair - batch * heads) * group + (row - query * group)
-                        mask += batch * steps[0] + head * steps[1] + query * steps[2]
-                if chunks == ONE:
-                    target = row_place(context, task, paged, OUT, pair, row)
+        # Each on a warp of its own, where there are so many.
+        job, warps = thread_index(), block_width()
+        if warp_width() > ONE:
+            job, warps = job >> FIVE, warps >> FIVE
+            if thread_index() & (warp_width() - ONE) != ZERO:
+                job = JOB_COUNT
+        while job < JOB_COUNT:
+            if job < FOUR:
+                row = (bundle << TWO) + job
+                target, stop, mask = ZERO, ZERO, ZERO
+                if row >= rows:
+                    row = bundle << TWO  # some row that there is
                 else:
-                    target = address_of(task, WORKSPACE) + ((pair * rows + row) * chunks + chunk) * record
+                    query = divide(row, group)
+                    stop = stop_of(task, queries, query, keys)
+                    if not paged:
+                        mask = address_of(task, THREE)
+                        if mask != ZERO:
+                            steps = steps_of(context, task, THREE, heads, queries, dim)
+                            head = (pair - batch * heads) * group + (row - query * group)
+                            mask += batch * steps[0] + head * steps[1] + query * steps[2]
+                    if chunks == ONE:
+                        target = row_place(context, task, paged, OUT, pair, row)
+                    else:
+                        record = HEAD + ((dim + THREE) >> TWO << FOUR)
+                        target = address_of(task, WORKSPACE) + ((pair * rows + row) * chunks + chunk) * record
+                at = arena + ROWS + (job << FIVE)
+                store_u64(at, row_place(context, task, paged, ZERO, pair, row))
+                store_u64(at + AT_STOP, stop)
+                store_u64(at + AT_MASK, mask)
+                store_u64(at + AT_TARGET, target)
+            elif job < FOUR + TWO:
+                place = job - THREE
+                head = pair - batch * heads
+                steps = steps_of(context, task, place, heads, keys, dim)
+                start = address_of(task, place)
+                at = arena + KEYS_PLACE + ((place - ONE) << FIVE)
+                if paged:
+                    store_u64(at, start + head * steps[2])
+                    store_u64(at + EIGHT, steps[0])
+                    store_u64(at + SIXTEEN, steps[1])
+                else:
+                    store_u64(at, start + batch * steps[0] + head * steps[1])
+                    store_u64(at + EIGHT, ZERO)
+                    store_u64(at + SIXTEEN, steps[2])
+                store_u64(at + LAST, steps[3])
             else:
-                row = bundle << TWO  # some row that there is
-            at = arena + ROWS + j * ROW_SIZE
-            store_u64(at, row_place(context, task, paged, ZERO, pair, row))
-            store_u64(at + STOP, stop)
-            store_u64(at + MASK, mask)
-            store_u64(at + TARGET, target)
-            j += block_width()
-        if paged and thread_index() == ZERO:
-            size = itemsize(kind_of(task, THREE))
-            layout = layout_of(context, task, THREE)
-            start = address_of(task, THREE) + batch * load_layout(layout + STRIDES) * size
-            store_u64(arena + PAGING, start)
-            store_u64(arena + PAGING + EIGHT, load_layout(layout + STRIDES + EIGHT) * size)
-            store_u64(arena + PAGING + SIXTEEN, load_u32(task + SCALARS + AT_PAGE))
-            store_u64(arena + PAGING + LAST, load_layout(layout_of(context, task, ONE) + SHAPE))
+                span, mask_step = EVERYTHING, ZERO
+                if paged:
+                    layout = layout_of(context, task, THREE)
+                    size = itemsize(kind_of(task, THREE))
+                    start = address_of(task, THREE) + batch * load_layout(layout + STRIDES) * size
+                    at = arena + PAGING
+                    store_u64(at, start)
+                    store_u64(at + EIGHT, load_layout(layout + STRIDES + EIGHT) * size)
+                    store_u64(at + SIXTEEN, load_u32(task + SCALARS + AT_PAGE))
+                    store_u64(at + LAST, load_layout(layout_of(context, task, ONE) + SHAPE))
+                else:
+                    if load_u32(task + SCALARS + AT_WINDOW) != ZERO:
+                        span = load_u32(task + SCALARS + AT_WINDOW)
+                    if address_of(task, THREE) != ZERO:
+                        mask_step = steps_of(context, task, THREE, heads, queries, dim)[3]
+                # Later rows see no fewer keys. The first key is a multiple of eight, so that a batch is in one
+                # page.
+                row = (bundle << TWO) + THREE
+                if row >= rows:
+                    row = rows - ONE
+                first = stop_of(task, queries, divide(bundle << TWO, group), keys)
+                end = stop_of(task, queries, divide(row, group), keys)
+                if end > keys:
+                    end = keys
+                if first > span:
+                    first -= span
+                else:
+                    first = ZERO
+                if first > end:
+                    first = end
+                first = first >> THREE << THREE
+                piece = (divide(end - first + chunks - ONE, chunks) + SEVEN) >> THREE << THREE
+                first += chunk * piece
+                if first + piece < end:
+                    end = first + piece
+                at = arena + REST
+                store_u64(at, first)
+                store_u64(at + EIGHT, end)
+                store_u64(at + SIXTEEN, span)
+                store_u64(at + LAST, mask_step)
+            job += warps
 
     return m.device(prepare)
 
 
-def _make_attention(m: Primitives, wide: bool) -> Body:
-    u64, divide = m.u64, m.divide
-    barrier, block_width, warp_width = m.barrier, m.block_width, m.warp_width
-    load_u64, load_u32, load_layout = m.load_task_u64, m.load_task_u32, m.load_u64
-    address_of, kind_of, field_of, shape_of = (
-        make_address_of(m),
+@functools.cache
+def make_fill_queries(m: Primitives) -> Body:
+    """`fill_queries(context, task, paged, arena, count)`: the bundle's queries to scratch, scaled, as f32.
+
+    A quarter of the block takes a row. Behind a row's last element there are zeros, up to a multiple of eight.
+    """
+    u64, divide, thread_index, block_width = m.u64, m.divide_u32, m.thread_index, m.block_width
+    load_u64, load_u32, load_layout, bits_f32 = m.load_task_u64, m.load_task_u32, m.load_u64, m.bits_f32
+    store_f32, load_f32, kind_of, field_of = (
+        m.store_scratch_f32,
+        make_load_f32(m),
         make_kind_of(m),
         make_field(m),
-        make_shape(m),
     )
-    layout_of, itemsize, steps_of = make_layout_of(m), make_itemsize(m), make_steps(m)
-    load_i64, prepare, merge, single = make_load_i64(m), make_prepare(m), make_merge(m), make_single(m)
+    itemsize, layout_of, is_strided = make_itemsize(m), make_layout_of(m), make_is_strided(m)
+    ZERO, ONE, TWO, FIVE, EIGHT, LOW = (u64(n) for n in (0, 1, 2, 5, 8, 7))
+    ROWS, QUERIES, ROW = u64(ROWS_AT + QUERY), u64(QUERIES_AT), u64(QUERY_BYTES)
+    SCALARS, BITS_DIM = u64(offset("scalars")), u64(DIM_BITS)
+    INNERMOST, NOTHING = u64(layout_offset("strides") + 24), m.f32(0)
+
+    def fill_queries(context: Any, task: Any, arena: Any, count: Any) -> None:
+        dim = field_of(task, ZERO, BITS_DIM) + ONE
+        padded = (dim + LOW) & ~LOW
+        kind = kind_of(task, ZERO)
+        step = itemsize(kind)
+        if is_strided(task):
+            step *= load_layout(layout_of(context, task, ZERO) + INNERMOST)
+        scale = bits_f32(load_u32(task + SCALARS))
+        quarter, ahead = block_width() >> TWO, u64(4)
+        if quarter == ZERO:
+            quarter, ahead = ONE, ONE
+        row = divide(thread_index(), quarter)
+        start = thread_index() - row * quarter
+        while row < count:
+            query = load_u64(arena + ROWS + (row << FIVE))
+            d = start
+            while d < padded:
+                element = NOTHING
+                if d < dim:
+                    element = load_f32(kind, query + d * step) * scale
+                store_f32(arena + QUERIES + row * ROW + (d << TWO), element)
+                d += quarter
+            row += ahead
+
+    return m.device(fill_queries)
+
+
+def _make_attention(m: Primitives, wide: bool) -> Body:
+    u64, f32, divide = m.u64, m.f32, m.divide_u32
+    thread_index, barrier, block_width, warp_width = m.thread_index, m.barrier, m.block_width, m.warp_width
+    load_u64, load_u32, load_layout, load_pair = (
+        m.load_task_u64,
+        m.load_task_u32,
+        m.load_u64,
+        m.load_task_pair,
+    )
+    kind_of, field_of, shape_of = make_kind_of(m), make_field(m), make_shape(m)
+    layout_of, itemsize, load_i64 = make_layout_of(m), make_itemsize(m), make_load_i64(m)
+    prepare, merge, single, join = make_prepare(m), make_merge(m), make_single(m), make_join(m)
+    fill_queries, (_, store_scratch) = make_fill_queries(m), make_scratch8(m)
     if wide:
-        bundle_1, bundle_4 = make_bundle(m, 1), make_bundle(m, BUNDLE)
-    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN, EIGHT = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7, 8))
-    FIFTEEN, SIXTEEN = u64(15), u64(16)
+        bundle_1, bundle_4, (fetch, load) = make_bundle(m, 1), make_bundle(m, BUNDLE), make_fetch(m)
+    ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7))
+    FIFTEEN, SIXTEEN, THIRTY_ONE = u64(15), u64(16), u64(31)
     COUNT, TILES, SCALARS = (u64(offset(n)) for n in ("count", "tiles", "scalars"))
-    IS_PAGED = u64(ATTENTION_IDS + PAGED)
-    AT_KEYS, AT_WINDOW, AT_PAGE, AT_PAGES = u64(KEYS), u64(WINDOW), u64(PAGE), u64(PAGES)
+    IS_PAGED, F32 = u64(ATTENTION_IDS + PAGED), u64(DType.F32)
+    AT_KEYS, AT_PAGE, AT_PAGES = u64(KEYS), u64(PAGE), u64(PAGES)
     FIFTH, FIFTH_PLACE = u64(FIFTH_INPUT), u64(OUTPUT + 1)
-    ROWS, ROW_SIZE, STOP, TARGET = u64(ROWS_AT), u64(ROW_BYTES), u64(8), u64(24)
+    KEYS_PLACE, VALUES_PLACE, REST, TOTALS = u64(KEYS_AT), u64(VALUES_AT), u64(REST_AT), u64(TOTALS_AT)
     BITS_DIM, AT_CHUNKS, BITS_CHUNKS = u64(DIM_BITS), u64(CHUNK_AT), u64(CHUNK_BITS)
     AT_GROUP, BITS_GROUP, STRIDES = u64(GROUP_AT), u64(GROUP_BITS), u64(layout_offset("strides"))
-    EVERYTHING, WORKING = u64(1 << 62), u64(MOST_THREADS)
-    EIGHT_LANES, SIXTEEN_LANES = u64(8 * 8), u64(16 * 8)
+    WORKING, EIGHT_LANES, SIXTEEN_LANES = u64(MOST_THREADS), u64(8 * 8), u64(16 * 8)
+    NOTHING, LEAST = f32(0), f32(-np.inf)
+    NOTHING8 = (NOTHING,) * 8
     OK, OUT_OF_RANGE = np.int32(Status.OK), np.int32(Status.INDEX_OUT_OF_RANGE)
 
     def key_count(context: Any, task: Any, paged: Any, batch: Any) -> Any:
@@ -1233,17 +1337,13 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
 
     key_count = m.device(key_count)
 
-    def places(context: Any, task: Any, paged: Any, place: Any, batch: Any, head: Any, keys: Any) -> Any:
-        """(address of the first key, bytes from page to page, from key to key, from element to element)"""
-        heads, _ = shape_of(context, task, paged)
-        dim = field_of(task, ZERO, BITS_DIM) + ONE
-        steps = steps_of(context, task, place, heads, keys, dim)
-        start = address_of(task, place)
-        if paged:
-            return start + head * steps[2], steps[0], steps[1], steps[3]
-        return start + batch * steps[0] + head * steps[1], ZERO, steps[2], steps[3]
+    def ragged(task: Any, arena: Any, place: Any) -> Any:
+        """0 where 16-byte accesses serve all rows of the keys, or of the values."""
+        first, page = load_pair(arena + place)
+        key, step = load_pair(arena + place + SIXTEEN)
+        return ((first | page | key) & FIFTEEN) | (step ^ itemsize(kind_of(task, ZERO)))
 
-    places = m.device(places)
+    ragged = m.device(ragged)
 
     def attend(context: Any, task: Any, paged: Any, unit: Any, arena: Any) -> Any:
         heads, queries = shape_of(context, task, paged)
@@ -1252,27 +1352,13 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
         bundles = (rows + THREE) >> TWO
         chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
         rest = divide(unit, chunks)
-        chunk = unit - rest * chunks
         pair = divide(rest, bundles)
         bundle = rest - pair * bundles
-        batch = divide(pair, heads)
-        keys, fine = key_count(context, task, paged, batch)
-        prepare(context, task, paged, arena, pair, bundle, chunk, keys)
-        k = places(context, task, paged, ONE, batch, pair - batch * heads, keys)
-        v = places(context, task, paged, TWO, batch, pair - batch * heads, keys)
-        query_step = steps_of(context, task, ZERO, heads, queries, dim)[3]
-        mask_step, span = ZERO, EVERYTHING
-        if not paged:
-            if address_of(task, THREE) != ZERO:
-                mask_step = steps_of(context, task, THREE, heads, queries, dim)[3]
-            if load_u32(task + SCALARS + AT_WINDOW) != ZERO:
-                span = load_u32(task + SCALARS + AT_WINDOW)
+        keys, fine = key_count(context, task, paged, divide(pair, heads))
+        prepare(context, task, paged, arena, pair, bundle, unit - rest * chunks, keys)
         count = rows - (bundle << TWO)
         if count > FOUR:
             count = FOUR
-        size = itemsize(kind_of(task, ZERO))
-        ragged = (k[0] | k[1] | k[2] | v[0] | v[1] | v[2]) & FIFTEEN
-        ragged |= (k[3] ^ size) | (v[3] ^ size) | (dim & SEVEN)
         lane_bits = ZERO
         if warp_width() > ONE:
             lane_bits = FIVE
@@ -1284,86 +1370,93 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
         if groups > WORKING:
             groups = WORKING
         groups >>= lane_bits
+        thread = thread_index()
+        group, part = thread >> lane_bits, thread & ((ONE << lane_bits) - ONE)
+        parts = (dim + SEVEN) >> THREE
+        missing = not fine
         barrier()
 
-        # Later rows see no fewer keys. The first key is a multiple of eight, so that a batch is in one page.
-        end = load_u64(arena + ROWS + (count - ONE) * ROW_SIZE + STOP)
-        first = load_u64(arena + ROWS + STOP)
-        if end > keys:
-            end = keys
-        if first > span:
-            first -= span
-        else:
-            first = ZERO
-        if first > end:
-            first = end
-        first = first >> THREE << THREE
-        piece = (divide(end - first + chunks - ONE, chunks) + SEVEN) >> THREE << THREE
-        first += chunk * piece
-        if first + piece < end:
-            end = first + piece
-        missing = not fine
-        batches = ragged == ZERO
-        if paged:
-            batches = batches and load_u32(task + SCALARS + AT_PAGE) & SEVEN == ZERO
-        done = False
+        vector = ragged(task, arena, KEYS_PLACE) | ragged(task, arena, VALUES_PLACE) | (dim & SEVEN) == ZERO
+        batches = False
+        tops = (LEAST, LEAST, LEAST, LEAST)
+        sums = (NOTHING, NOTHING, NOTHING, NOTHING)
+        totals = (NOTHING8, NOTHING8, NOTHING8, NOTHING8)
         if wide:
-            if batches and warp_width() > ONE:
-                done = True
+            batches = vector and warp_width() > ONE
+            if paged and load_u32(task + SCALARS + AT_PAGE) & SEVEN != ZERO:
+                batches = False  # a batch would be in several pages
+            if batches:
+                kind = kind_of(task, ZERO)
+                batch_bits = THREE
+                if kind == F32:
+                    batch_bits = TWO
+                own = part < parts
+                skip = (part << THREE) * itemsize(kind)
+                first, end = load_pair(arena + REST)
+                key = first + (group << batch_bits)
+                # The lanes of a warp stay together: all go on while their first group has a key.
+                turn = first + ((thread & ~THIRTY_ONE) >> lane_bits << batch_bits)
+                if group >= groups:
+                    turn = end
+                    key = end
+                n, page, inside, there, lost = fetch(task, arena, paged, ONE << batch_bits, key, end)
+                missing = missing or lost
+                k = load(arena, KEYS_PLACE, skip, there and own, kind == F32, page, inside, n)
+                v = load(arena, VALUES_PLACE, skip, there and own, kind == F32, page, inside, n)
+        fill_queries(context, task, arena, count)
+        barrier()
+        if wide:
+            if batches:
+                leap = groups << batch_bits
                 if count == ONE:
-                    lost = bundle_1(
-                        context,
+                    tops, sums, totals, lost = bundle_1(
                         task,
                         paged,
                         arena,
+                        part,
+                        own,
                         lane_bits,
-                        groups,
-                        first,
+                        batch_bits,
+                        skip,
+                        turn,
+                        key,
                         end,
-                        span,
+                        leap,
                         k,
                         v,
-                        query_step,
-                        mask_step,
+                        there,
                     )
-                    missing = missing or lost
                 else:
-                    lost = bundle_4(
-                        context,
+                    tops, sums, totals, lost = bundle_4(
                         task,
                         paged,
                         arena,
+                        part,
+                        own,
                         lane_bits,
-                        groups,
-                        first,
+                        batch_bits,
+                        skip,
+                        turn,
+                        key,
                         end,
-                        span,
+                        leap,
                         k,
                         v,
-                        query_step,
-                        mask_step,
+                        there,
                     )
-                    missing = missing or lost
+                missing = missing or lost
         row = ZERO
-        while not done and row < count:
-            lost = single(
-                context,
-                task,
-                paged,
-                arena,
-                row,
-                ragged == ZERO,
-                lane_bits,
-                groups,
-                first,
-                end,
-                span,
-                k,
-                v,
-                query_step,
-                mask_step,
-            )
-            missing = missing or lost
+        while row < count:
+            largest, sum, total = tops[0], sums[0], totals[0]
+            if not batches:
+                largest, sum, lost = single(task, paged, arena, row, vector, group, part, lane_bits, groups)
+                missing = missing or lost
+            elif group < groups and part < parts:
+                store_scratch(arena + TOTALS + ((group * parts + part) << FIVE), total)
+            join(context, task, arena, row, group, part, lane_bits, groups, largest, sum)
+            tops = (tops[1], tops[2], tops[3], tops[0])
+            sums = (sums[1], sums[2], sums[3], sums[0])
+            totals = (totals[1], totals[2], totals[3], totals[0])
             row += ONE
         return missing
 
