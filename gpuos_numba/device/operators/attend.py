@@ -33,6 +33,8 @@ from ..reductions import make_larger
 from .table import ATTENTION_IDS
 
 SDPA, PAGED = range(2)
+MANY: Final = 2
+"""From the kernel for one query a unit to that for several: it needs more registers, which it has to save."""
 
 BUNDLE: Final = 4
 """Queries of a unit."""
@@ -924,12 +926,7 @@ def make_bundle(m: Primitives, rows: int) -> Body:
             total = blend(kind, v, share_weights(part, w), scale8(total, shrink), holes, batch)
             v = load(arena, VALUES, skip, coming and own, wide, page, inside, count)
             there = coming
-        return (
-            (largest, LEAST, LEAST, LEAST),
-            (sum_lanes(sum), NOTHING, NOTHING, NOTHING),
-            (total, NOTHING8, NOTHING8, NOTHING8),
-            missing,
-        )
+        return largest, sum_lanes(sum), total, missing
 
     def bundle_4(
         task: Any,
@@ -1294,7 +1291,7 @@ def make_fill_queries(m: Primitives) -> Body:
     return m.device(fill_queries)
 
 
-def _make_attention(m: Primitives, wide: bool) -> Body:
+def _make_attention(m: Primitives, rows_at_once: int) -> Body:
     u64, f32, divide = m.u64, m.f32, m.divide_u32
     thread_index, barrier, block_width, warp_width = m.thread_index, m.barrier, m.block_width, m.warp_width
     load_u64, load_u32, load_layout, load_pair = (
@@ -1307,12 +1304,13 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
     layout_of, itemsize, load_i64 = make_layout_of(m), make_itemsize(m), make_load_i64(m)
     prepare, merge, single, join = make_prepare(m), make_merge(m), make_single(m), make_join(m)
     fill_queries, (_, store_scratch) = make_fill_queries(m), make_scratch8(m)
+    wide, many = rows_at_once > 0, rows_at_once > 1
     if wide:
-        bundle_1, bundle_4, (fetch, load) = make_bundle(m, 1), make_bundle(m, BUNDLE), make_fetch(m)
+        bundle_up, (fetch, load) = make_bundle(m, rows_at_once), make_fetch(m)
     ZERO, ONE, TWO, THREE, FOUR, FIVE, SEVEN = (u64(n) for n in (0, 1, 2, 3, 4, 5, 7))
     FIFTEEN, SIXTEEN, THIRTY_ONE = u64(15), u64(16), u64(31)
     COUNT, TILES, SCALARS = (u64(offset(n)) for n in ("count", "tiles", "scalars"))
-    IS_PAGED, F32 = u64(ATTENTION_IDS + PAGED), u64(DType.F32)
+    FIRST, IS_PAGED, F32 = u64(ATTENTION_IDS), u64(PAGED), u64(DType.F32)
     AT_KEYS, AT_PAGE, AT_PAGES = u64(KEYS), u64(PAGE), u64(PAGES)
     FIFTH, FIFTH_PLACE = u64(FIFTH_INPUT), u64(OUTPUT + 1)
     KEYS_PLACE, VALUES_PLACE, REST, TOTALS = u64(KEYS_AT), u64(VALUES_AT), u64(REST_AT), u64(TOTALS_AT)
@@ -1378,9 +1376,11 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
 
         vector = ragged(task, arena, KEYS_PLACE) | ragged(task, arena, VALUES_PLACE) | (dim & SEVEN) == ZERO
         batches = False
-        tops = (LEAST, LEAST, LEAST, LEAST)
-        sums = (NOTHING, NOTHING, NOTHING, NOTHING)
-        totals = (NOTHING8, NOTHING8, NOTHING8, NOTHING8)
+        largest, sum, total = LEAST, NOTHING, NOTHING8
+        if many:
+            tops = (LEAST, LEAST, LEAST, LEAST)
+            sums = (NOTHING, NOTHING, NOTHING, NOTHING)
+            totals = (NOTHING8, NOTHING8, NOTHING8, NOTHING8)
         if wide:
             batches = vector and warp_width() > ONE
             if paged and load_u32(task + SCALARS + AT_PAGE) & SEVEN != ZERO:
@@ -1408,62 +1408,48 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
         if wide:
             if batches:
                 leap = groups << batch_bits
-                if count == ONE:
-                    tops, sums, totals, lost = bundle_1(
-                        task,
-                        paged,
-                        arena,
-                        part,
-                        own,
-                        lane_bits,
-                        batch_bits,
-                        skip,
-                        turn,
-                        key,
-                        end,
-                        leap,
-                        k,
-                        v,
-                        there,
-                    )
+                found = bundle_up(
+                    task,
+                    paged,
+                    arena,
+                    part,
+                    own,
+                    lane_bits,
+                    batch_bits,
+                    skip,
+                    turn,
+                    key,
+                    end,
+                    leap,
+                    k,
+                    v,
+                    there,
+                )
+                if many:
+                    tops, sums, totals = found[0], found[1], found[2]
                 else:
-                    tops, sums, totals, lost = bundle_4(
-                        task,
-                        paged,
-                        arena,
-                        part,
-                        own,
-                        lane_bits,
-                        batch_bits,
-                        skip,
-                        turn,
-                        key,
-                        end,
-                        leap,
-                        k,
-                        v,
-                        there,
-                    )
-                missing = missing or lost
+                    largest, sum, total = found[0], found[1], found[2]
+                missing = missing or found[3]
         row = ZERO
         while row < count:
-            largest, sum, total = tops[0], sums[0], totals[0]
+            if many:
+                largest, sum, total = tops[0], sums[0], totals[0]
+                tops = (tops[1], tops[2], tops[3], tops[0])
+                sums = (sums[1], sums[2], sums[3], sums[0])
+                totals = (totals[1], totals[2], totals[3], totals[0])
             if not batches:
                 largest, sum, lost = single(task, paged, arena, row, vector, group, part, lane_bits, groups)
                 missing = missing or lost
             elif group < groups and part < parts:
                 store_scratch(arena + TOTALS + ((group * parts + part) << FIVE), total)
             join(context, task, arena, row, group, part, lane_bits, groups, largest, sum)
-            tops = (tops[1], tops[2], tops[3], tops[0])
-            sums = (sums[1], sums[2], sums[3], sums[0])
-            totals = (totals[1], totals[2], totals[3], totals[0])
             row += ONE
         return missing
 
     attend = m.device(attend)
 
     def attention(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        paged = load_u32(task) == IS_PAGED
+        paged = (load_u32(task) - FIRST) & ONE == IS_PAGED
         tiles = load_u32(task + TILES)
         chunks = field_of(task, AT_CHUNKS, BITS_CHUNKS) + ONE
         if chunks > ONE and tile == tiles:
@@ -1490,10 +1476,15 @@ def _make_attention(m: Primitives, wide: bool) -> Body:
 
 
 def make_attention(m: Primitives) -> Body:
-    """The body of both operators."""
-    return _make_attention(m, True)
+    """The body of both operators where a unit is one query."""
+    return _make_attention(m, 1)
+
+
+def make_attention_many(m: Primitives) -> Body:
+    """The body of both operators where a unit is up to four queries."""
+    return _make_attention(m, BUNDLE)
 
 
 def make_attention_single(m: Primitives) -> Body:
     """The same for a machine whose warps are single threads: it never takes keys in batches."""
-    return _make_attention(m, False)
+    return _make_attention(m, 0)

@@ -22,11 +22,13 @@ from .attend import (
     GROUP_BITS,
     LARGEST_DIM,
     LOWER_RIGHT,
+    MANY,
     NOT_CAUSAL,
     PAGED,
     SDPA,
     UPPER_LEFT,
     make_attention,
+    make_attention_many,
     make_attention_single,
     pack_small,
     record_bytes,
@@ -218,7 +220,7 @@ def _plan_sdpa(
             _walk(out, of_queries),
         )
     return Plan(
-        ATTENTION_IDS + SDPA,
+        ATTENTION_IDS + SDPA + (MANY if rows > 1 else 0),
         pairs,
         tiles,
         walks,
@@ -291,7 +293,7 @@ def _plan_paged(
         _walk(lengths, lengths.shape),
     )
     return Plan(
-        ATTENTION_IDS + PAGED,
+        ATTENTION_IDS + PAGED + (MANY if group > 1 else 0),
         pairs,
         tiles,
         walks,
@@ -412,8 +414,13 @@ def _example_paged(draw: Draw) -> Example:
     return [q, k, v, tables, lengths], {"scale": draw.choice([None, 0.5])}
 
 
-def _kernel(op: int, name: str) -> Kernel:
-    return Kernel(ATTENTION_IDS + op, name, make_attention_single, Shared("gpuos_attention", make_attention))
+def _kernels(op: int, name: str) -> tuple[Kernel, Kernel]:
+    """For units of one query, and of several."""
+    one, many = Shared("gpuos_attention", make_attention), Shared("gpuos_attention_many", make_attention_many)
+    return (
+        Kernel(ATTENTION_IDS + op, name, make_attention_single, one),
+        Kernel(ATTENTION_IDS + op + MANY, f"{name}.many", make_attention_single, many),
+    )
 
 
 # A score is a sum of D products in up to 40 roundings, each 2^-24 of their magnitudes' sum, which for ordinary
@@ -431,7 +438,7 @@ OPERATORS: Final = (
         "softmax(scale * q k^T + mask) v for every head, over the keys that mask, causal and window leave",
         _infer_sdpa,
         _plan_sdpa,
-        (_kernel(SDPA, "sdpa"),),
+        _kernels(SDPA, "sdpa"),
         spec_sdpa,
         parameters=(
             Parameter("scale", "float", None),
@@ -453,7 +460,7 @@ OPERATORS: Final = (
         "softmax(scale * q k^T) v for one query a sequence, over the pages of its block table",
         _infer_paged,
         _plan_paged,
-        (_kernel(PAGED, "paged_attention"),),
+        _kernels(PAGED, "paged_attention"),
         spec_paged,
         parameters=(Parameter("scale", "float", None),),
         tolerance=_TOLERANCE,
