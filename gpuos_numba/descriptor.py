@@ -22,6 +22,8 @@ MAX_OUTPUTS: Final = 2
 MAX_AFTER: Final = 2
 MAX_DIMS: Final = 8
 SCALAR_BYTES: Final = 24
+FIFTH_INPUT: Final = SCALAR_BYTES - 8
+"""Offset within the scalars where an operator of five inputs finds the address of the last."""
 
 TASK: Final = np.dtype(
     [
@@ -35,7 +37,9 @@ TASK: Final = np.dtype(
         ("after", "<u8", MAX_AFTER),  # positions that must have completed, valid where AFTER_ flags say so
         ("layouts", "<u2", MAX_INPUTS + MAX_OUTPUTS),  # layout-table slots, valid where STRIDED is set
         ("dtypes", "<u4"),  # DType codes, four bits an operand, in the order of `layouts`
-        ("scalars", "u1", SCALAR_BYTES),  # scalar parameters, packed as the operator's table entry says
+        # Scalar parameters, packed as the operator's table entry says. The address of a fifth input travels
+        # in the last 8 bytes, its layout and dtype in the places of output 1, which such an operator has not.
+        ("scalars", "u1", SCALAR_BYTES),
     ]
 )
 """The wire format, 128 bytes, little endian: every GPU and CPU that this runs on is."""

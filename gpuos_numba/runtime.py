@@ -24,6 +24,7 @@ import numpy as np
 from .config import Config
 from .descriptor import (
     DTYPE_NAMES,
+    FIFTH_INPUT,
     LAYOUT,
     MASK_64,
     MAX_INPUTS,
@@ -644,8 +645,11 @@ class Runtime:
 
         views = [*(source for source in sources if isinstance(source, ArrayView)), *targets]
         addresses = [0] * (MAX_INPUTS + MAX_OUTPUTS)
+        scalars = plan.scalars.ljust(SCALAR_BYTES, b"\0")
         for place, source in enumerate(sources):
-            if isinstance(source, ArrayView):
+            if place == MAX_INPUTS:
+                scalars = scalars[:FIFTH_INPUT] + source.address.to_bytes(8, "little")
+            elif isinstance(source, ArrayView):
                 addresses[place] = source.address
             elif source is not None:
                 addresses[place] = _immediate(source, plan.number, operator.name)
@@ -657,7 +661,6 @@ class Runtime:
             addresses[-1] = views[-1].address
         flags = (Flag.STRIDED if plan.walks else 0) | (Flag.MERGE if plan.merge else 0)
         tiles = min(plan.tiles, self.config.capacity)
-        scalars = plan.scalars.ljust(SCALAR_BYTES, b"\0")
         head = [plan.op_id, int(flags), 1, tiles, *addresses, plan.count, 0, 0, *[0] * 6, dtypes, scalars]
         return views, out, head, plan.walks
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...descriptor import DType
 from ...machines.base import Body, Primitives
-from . import cache, elementwise, interpreter, mask, matrix, movement, norm, reduce, rope, softmax
+from . import attention, cache, elementwise, interpreter, mask, matrix, movement, norm, reduce, rope, softmax
 from .planning import TILE
 from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
@@ -53,6 +53,7 @@ FAMILIES: Final = (
     movement.OPERATORS,
     cache.OPERATORS,
     matrix.OPERATORS,
+    attention.OPERATORS,
     interpreter.OPERATORS,
 )
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from ...descriptor import DTYPE_NAMES, IMMEDIATE, MAX_INPUTS, SCALAR_BYTES, DType
+from ...descriptor import DTYPE_NAMES, IMMEDIATE, MAX_INPUTS, MAX_OUTPUTS, SCALAR_BYTES, DType
 from ...errors import ArgumentError, DTypeError
 from ...machines.base import Body, Primitives
 from ...shapes import Shape, Strides
@@ -75,9 +75,10 @@ class Plan(NamedTuple):
         op_id: the kernel.
         count: size of the iteration space, in whatever the kernel iterates over.
         tiles: blocks that share the task.
-        walks: layouts by place (4 inputs, then 2 outputs), None where the kernel needs none of that operand;
-            None altogether where it needs none at all. Sets `Flag.STRIDED`.
-        scalars: packed, at most 24 bytes.
+        walks: layouts by place (4 inputs, then 2 outputs, the last of them a fifth input's), None where the
+            kernel needs none of that operand; None altogether where it needs none at all. Sets
+            `Flag.STRIDED`.
+        scalars: packed, at most 24 bytes, 16 where there are five inputs.
         number: how a Python number among the inputs travels in its address word: F32 (bits in the low half)
             or I64.
         merge: call the kernel once more after the last tile, with tile == tiles.
@@ -266,7 +267,8 @@ class Operator:
     Attributes:
         name: as in `rt.submit(name, ...)` and `rt.<name>`.
         family: for people.
-        inputs: fewest and most arrays it reads; those after the fewest may also be None.
+        inputs: fewest and most arrays it reads, at most five; those after the fewest may also be None. A
+            fifth excludes a second output, see `descriptor.TASK`.
         outputs: how many arrays it writes.
         dtypes: element types it takes, for people; `infer` decides.
         formula: what one element, row or matrix becomes.
@@ -345,9 +347,13 @@ def pack(format: str, *values: Any) -> bytes:
 
 
 def pack_dtypes(inputs: Sequence[Operand | None], outputs: Sequence[Operand]) -> int:
-    """`TASK["dtypes"]`: a nibble for each of 4 inputs and 2 outputs. An absent input is the number 0."""
+    """`TASK["dtypes"]`: a nibble for each of 4 inputs and 2 outputs; a fifth input has that of output 1.
+
+    An absent input is the number 0.
+    """
     word = 0
     for place, operand in enumerate([*inputs, *[None] * (MAX_INPUTS - len(inputs))]):
+        place = place if place < MAX_INPUTS else MAX_INPUTS + MAX_OUTPUTS - 1
         word |= (IMMEDIATE if operand is None or operand.immediate else int(operand.dtype)) << 4 * place
     for place, operand in enumerate(outputs):
         word |= int(operand.dtype) << 4 * (MAX_INPUTS + place)
