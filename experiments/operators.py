@@ -144,6 +144,18 @@ def calls() -> list[Call]:
     made.append(
         Call("kv_update/1x32x128/f16", "kv_update", [heads, heads, slots], [cache, cache.copy()], update)
     )
+
+    def attend(inputs: list[Any], outs: list[Any]) -> Any:
+        import torch
+
+        return torch.nn.functional.scaled_dot_product_attention(*inputs)
+
+    for keys in (128, 512, 2048, 8192):
+        query, key, value = (normal(1, 32, side, 128, dtype=f16) for side in (1, keys, keys))
+        made.append(
+            Call(f"attention_decode/32x128x{keys}/f16", "sdpa", [query, key, value],
+                 [np.zeros((1, 32, 1, 128), f16)], attend, chain=50, bytes=2 * key.nbytes)
+        )  # fmt: skip
     return made
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from ...descriptor import FIFTH_INPUT, LAYOUT_BYTES, DType, Status, layout_offset, offset
 from ...machines.base import Body, Primitives
 from ...protocol import ARENA_BYTES
-from ..chunks import make_at, make_chunk_count, make_fill8, make_load8, make_spread_f32, make_unpack8
+from ..chunks import make_at, make_chunk_count, make_fill8, make_load8, make_unpack8
 from ..elements import make_itemsize, make_load_f32, make_load_i64, make_store_f32
 from ..operands import OUTPUT, make_address_of, make_is_strided, make_kind_of, make_layout_of
 from ..reductions import make_larger
