@@ -55,7 +55,7 @@ class Call:
     out: list[np.ndarray]
     eager: Callable[[list[Any], list[Any]], Any] | None
     parameters: dict[str, Any] = field(default_factory=dict)
-    chain: int = 500
+    chain: int = 2000
     bytes: int = 0
 
 
@@ -104,8 +104,12 @@ def calls() -> list[Call]:
     for rows in (1, 2, 4, 8):
         a, out = normal(rows, 4096), [np.zeros((rows, 4096), f32)]
         shape = f"{rows}x4096/f32"
-        made.append(Call(f"softmax/{shape}", "softmax", [a], out, functional("softmax", -1), {"dim": -1}))
-        made.append(Call(f"layer_norm/{shape}", "layer_norm", [a], out, functional("layer_norm", (4096,))))
+        made.append(
+            Call(f"softmax/{shape}", "softmax", [a], out, functional("softmax", -1), {"dim": -1}, 500)
+        )
+        made.append(
+            Call(f"layer_norm/{shape}", "layer_norm", [a], out, functional("layer_norm", (4096,)), {}, 500)
+        )
         made.append(
             Call(f"rms_norm/{shape}", "rms_norm", [a], out, functional("rms_norm", (4096,), None, 1e-6))
         )

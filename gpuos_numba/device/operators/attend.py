@@ -8,8 +8,8 @@ one chunk it is written as it is; with more it goes to the workspace, and the me
 Within a unit a group of 8, 16 or 32 lanes works on eight keys at a time (four of f32): each lane has eight
 elements of every key, a 16-byte access. Lanes exchange partial products until each has the whole score of one
 key. While one batch is computed with, the next is on its way. Where rows of keys or values are not aligned,
-not contiguous, or not a multiple of eight long, and on a machine whose warps are single threads, a group works
-on one key at a time instead, on any part of it, with its sums in scratch.
+not contiguous, or not a multiple of eight long, and on a machine whose warps are single threads, a group
+works on one key at a time instead, on any part of it, with its sums in scratch.
 
 A key whose weight is exactly 0, because it is masked or far below the largest, takes nothing from its value,
 also where that is infinite or NaN.
@@ -58,7 +58,8 @@ RECORD_HEAD: Final = 16
 
 # Scratch: what prepare writes for all threads, then what groups join.
 #   a row of the bundle: its query, the first key behind those it sees, its mask, where its result goes
-#   a place, of the keys and of the values: the first, and bytes from page to page, key to key, element to element
+#   a place, of the keys and of the values: the first, and bytes from page to page, key to key, and element to
+#   element
 #   paging: the sequence's row of the table, bytes from entry to entry, keys a page, pages
 #   the rest: first and last key of the chunk, most keys that a query sees, bytes from mask to mask
 ROWS_AT: Final = 0
@@ -119,8 +120,8 @@ def make_shape(m: Primitives) -> Body:
 
 @functools.cache
 def make_steps(m: Primitives) -> Body:
-    """`steps_of(context, task, place, heads, rows, dim)`: bytes from one element to the next along each of the
-    4 dims, where an operand without a layout is [.., heads, rows, dim] without gaps."""
+    """`steps_of(context, task, place, heads, rows, dim)`: bytes from one element to the next along each of
+    the 4 dims, where an operand without a layout is [.., heads, rows, dim] without gaps."""
     u64, load_u64 = m.u64, m.load_u64
     layout_of, is_strided, kind_of, itemsize = (
         make_layout_of(m),
@@ -561,7 +562,7 @@ def make_load_batch(m: Primitives) -> Body:
 
 @functools.cache
 def make_gather_score(m: Primitives) -> Body:
-    """`gather_score(part, lane_bits, d)`: lane k of every eight leaves with the sum of d[k] over the group."""
+    """`gather_score(part, lane_bits, d)`: lane k of every eight has the sum of d[k] over the group."""
     u64, shuffle = m.u64, m.shuffle_xor_f32
     ZERO, ONE, TWO, THREE, FOUR = (u64(n) for n in range(5))
 
@@ -825,7 +826,7 @@ def make_fetch(m: Primitives) -> tuple[Body, Body]:
     there, whether it is missing), and `load(arena, place, skip, live, wide, page, inside, count)` of it."""
     u64, load_pair, load_u64 = m.u64, m.load_task_pair, m.load_task_u64
     look_up, load_batch = make_look_up(m), make_load_batch(m)
-    ZERO, EIGHT, SIXTEEN = u64(0), u64(8), u64(16)
+    ZERO, SIXTEEN = u64(0), u64(16)
 
     def fetch(task: Any, arena: Any, paged: Any, batch: Any, key: Any, end: Any) -> Any:
         count, page, inside, there = ZERO, ZERO, ZERO, False
@@ -1214,8 +1215,8 @@ def make_prepare(m: Primitives) -> Body:
                         span = load_u32(task + SCALARS + AT_WINDOW)
                     if address_of(task, THREE) != ZERO:
                         mask_step = steps_of(context, task, THREE, heads, queries, dim)[3]
-                # Later rows see no fewer keys. The first key is a multiple of eight, so that a batch is in one
-                # page.
+                # Later rows see no fewer keys. The first key is a multiple of eight, so that a batch is in
+                # one page.
                 row = (bundle << TWO) + THREE
                 if row >= rows:
                     row = rows - ONE
@@ -1248,7 +1249,7 @@ def make_prepare(m: Primitives) -> Body:
 def make_fill_queries(m: Primitives) -> Body:
     """`fill_queries(context, task, paged, arena, count)`: the bundle's queries to scratch, scaled, as f32.
 
-    A quarter of the block takes a row. Behind a row's last element there are zeros, up to a multiple of eight.
+    A quarter of the block takes a row. Behind a row's last element there are zeros, to a multiple of eight.
     """
     u64, divide, thread_index, block_width = m.u64, m.divide_u32, m.thread_index, m.block_width
     load_u64, load_u32, load_layout, bits_f32 = m.load_task_u64, m.load_task_u32, m.load_u64, m.bits_f32
@@ -1259,7 +1260,7 @@ def make_fill_queries(m: Primitives) -> Body:
         make_field(m),
     )
     itemsize, layout_of, is_strided = make_itemsize(m), make_layout_of(m), make_is_strided(m)
-    ZERO, ONE, TWO, FIVE, EIGHT, LOW = (u64(n) for n in (0, 1, 2, 5, 8, 7))
+    ZERO, ONE, TWO, FIVE, LOW = (u64(n) for n in (0, 1, 2, 5, 7))
     ROWS, QUERIES, ROW = u64(ROWS_AT + QUERY), u64(QUERIES_AT), u64(QUERY_BYTES)
     SCALARS, BITS_DIM = u64(offset("scalars")), u64(DIM_BITS)
     INNERMOST, NOTHING = u64(layout_offset("strides") + 24), m.f32(0)
