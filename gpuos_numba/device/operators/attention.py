@@ -424,8 +424,8 @@ def _kernels(op: int, name: str) -> tuple[Kernel, Kernel]:
 
 
 # A score is a sum of D products in up to 40 roundings, each 2^-24 of their magnitudes' sum, which for
-# ordinary values is some 10 after scaling: 2^-15 of absolute error at the very most, and so much relative to a weight.
-# The values are of ordinary size, so a mean of them is off by as much.
+# ordinary values is some 10 after scaling: 2^-15 of absolute error at the very most, and so much relative to
+# a weight. The values are of ordinary size, so a mean of them is off by as much.
 _TOLERANCE: Final = Tolerance(f32=2.0**-16, atol=2.0**-15)
 
 OPERATORS: Final = (
