@@ -111,7 +111,15 @@ def calls() -> list[Call]:
             Call(f"layer_norm/{shape}", "layer_norm", [a], out, functional("layer_norm", (4096,)), {}, 500)
         )
         made.append(
-            Call(f"rms_norm/{shape}", "rms_norm", [a], out, functional("rms_norm", (4096,), None, 1e-6))
+            Call(
+                f"rms_norm/{shape}",
+                "rms_norm",
+                [a],
+                out,
+                functional("rms_norm", (4096,), None, 1e-6),
+                {},
+                500,
+            )
         )
     made.append(
         Call("sum/1x4096/f32", "sum", [normal(1, 4096) + 3], [np.zeros(1, f32)],

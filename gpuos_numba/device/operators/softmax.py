@@ -270,7 +270,7 @@ def make_softmax(m: Primitives) -> Body:
 REGISTERS: Final = 16
 """Elements of a row that a thread keeps."""
 
-ALONE: Final = 16 * 1024
+ALONE: Final = 8 * 1024
 """Elements up to which one block does it all: a task of one tile can be part of a run."""
 
 TILE: Final = 4 * 1024
