@@ -1,11 +1,11 @@
 """Bodies arrive, one cubin leaves: the CUDA machine's compiler. Needs no GPU and no driver.
 
-Pump, worker, switch and each operator are compiled alone and linked. Two ways:
-  "lto"     all as LTO-IR; nvJitLink inlines the switch and every operator into the worker (some 10 s, once:
-            the result is kept in the cache)
-  "objects" all as PTX through ptxas to relocatable cubins, which are linked in milliseconds. Calls stay
-            calls, but for the hottest body, which is inlined into the worker: on an H200 0.3 us a task where
-            the operator calls nothing, and 2 us where it does, for it saves its caller's registers
+Pump, worker and each operator are compiled alone: by Numba to PTX, in as many processes as there are cores,
+and by ptxas to relocatable cubins, which are linked in milliseconds. The result is kept in the cache.
+
+The switch and the hottest body are part of the worker. The other bodies are called, which on an H200 costs a
+task 0.3 us; a body that needs more registers than it may use freely saves the worker's, which costs up to
+2 us. Linking with LTO instead inlines everything, takes 20 s, and with this many operators spills.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +87,7 @@ class Generation:
     log: str
 
 
-def _compile(
-    body: Callable[..., Any], signature: Any, symbol: str, capability: tuple[int, int], output: str
-) -> Any:
+def _compile(body: Callable[..., Any], signature: Any, symbol: str, capability: tuple[int, int]) -> Any:
     with _compiling_for(capability):
         code, _ = cuda.compile(
             body,
@@ -98,9 +96,9 @@ def _compile(
             abi="c",
             abi_info={"abi_name": symbol},
             cc=capability,
-            output=output,
+            output="ptx",
         )
-    return code
+    return str(code)
 
 
 def _returning_status(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,19 +119,14 @@ def _returning_status(body: Callable[..., Any]) -> Callable[..., Any]:
     return worker
 
 
-def compile_kernel(kernel: Kernel, capability: tuple[int, int], output: str = "ptx") -> Any:
-    """A kernel's body, the shared one where it has one, as "ptx" (str) or "ltoir" (bytes)."""
-    make = kernel.shared.make if kernel.shared else kernel.make
-    return _compile(make(m), m.OPERATOR_SIGNATURE, kernel.symbol, capability, output)
+def compile_kernel(kernel: Kernel, capability: tuple[int, int], alone: bool = False) -> str:
+    """PTX of a kernel's body: of the shared one where it has one, unless it is asked for alone."""
+    make = kernel.shared.make if kernel.shared and not alone else kernel.make
+    return _compile(make(m), m.OPERATOR_SIGNATURE, kernel.symbol, capability)
 
 
-def compile_switch(kernels: Sequence[Kernel], capability: tuple[int, int], output: str = "ptx") -> Any:
-    body = switch.build(kernels, {kernel.symbol: _declare(kernel.symbol) for kernel in kernels})
-    return _compile(body, m.DISPATCH_SIGNATURE, m.DISPATCH_SYMBOL, capability, output)
-
-
-def compile_pump(capability: tuple[int, int], output: str = "ptx") -> Any:
-    return _compile(_returning_status(make_pump(m)), PUMP_SIGNATURE, PUMP, capability, output)
+def compile_pump(capability: tuple[int, int]) -> str:
+    return _compile(_returning_status(make_pump(m)), PUMP_SIGNATURE, PUMP, capability)
 
 
 class _WithSwitch:
@@ -158,13 +151,12 @@ def _declare(symbol: str) -> Any:
     return cuda.declare_device(symbol, m.OPERATOR_SIGNATURE, abi="c")
 
 
-def compile_worker(capability: tuple[int, int], output: str = "ptx") -> Any:
-    primitives = m if output == "ltoir" else cast("Any", _WithSwitch())
-    body = _returning_status(make_worker(primitives))
-    return _compile(body, WORKER_SIGNATURE, WORKER, capability, output)
+def compile_worker(capability: tuple[int, int]) -> str:
+    body = _returning_status(make_worker(cast("Any", _WithSwitch())))
+    return _compile(body, WORKER_SIGNATURE, WORKER, capability)
 
 
-def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx") -> Any:
+def compile_entry(capability: tuple[int, int], threads: int) -> str:
     """The entry point: block 0 is the pump, every other block a worker."""
     pump = cuda.declare_device(PUMP, PUMP_SIGNATURE, abi="c")
     worker = cuda.declare_device(WORKER, WORKER_SIGNATURE, abi="c")
@@ -185,43 +177,41 @@ def compile_entry(capability: tuple[int, int], threads: int, output: str = "ptx"
         device=False,
         abi="numba",
         cc=capability,
-        output=output,
+        output="ptx",
         # One block a multiprocessor: held to the 128 registers of two, ptxas spills (sm_90 and sm_100,
         # 8 to 160 bytes), and a spill costs every task a trip. The price: while a worker is on a
         # multiprocessor little of its register file is left for others. A quiet launch takes 16 of them.
         launch_bounds=(threads, 1),
     )
-    return code
+    return str(code)
 
 
 def part_symbols() -> tuple[str, ...]:
     """All that is linked."""
     kernels = dict.fromkeys(kernel.symbol for kernel in KERNELS.values())
-    return (KERNEL, PUMP, WORKER, m.DISPATCH_SYMBOL, *kernels)
+    return (KERNEL, PUMP, WORKER, *kernels)
 
 
-def compile_part(symbol: str, threads: int, output: str) -> Any:
+def compile_part(symbol: str, threads: int) -> str:
     """One of them for the oldest target: ptxas and the linker take it for newer ones too."""
     if symbol == KERNEL:
-        return compile_entry(OLDEST, threads, output)
+        return compile_entry(OLDEST, threads)
     if symbol == PUMP:
-        return compile_pump(OLDEST, output)
+        return compile_pump(OLDEST)
     if symbol == WORKER:
-        return compile_worker(OLDEST, output)
-    if symbol == m.DISPATCH_SYMBOL:
-        return compile_switch(tuple(KERNELS.values()), OLDEST, output)
+        return compile_worker(OLDEST)
     kernel = next(kernel for kernel in KERNELS.values() if kernel.symbol == symbol)
-    return compile_kernel(kernel, OLDEST, output)
+    return compile_kernel(kernel, OLDEST)
 
 
 @functools.cache
-def compile_parts(threads: int, output: str) -> dict[str, Any]:
+def compile_parts(threads: int) -> dict[str, str]:
     """Every part, by symbol, one after another in this process."""
-    return {symbol: compile_part(symbol, threads, output) for symbol in part_symbols()}
+    return {symbol: compile_part(symbol, threads) for symbol in part_symbols()}
 
 
 @functools.cache
-def _compile_parts_apart(threads: int, output: str) -> dict[str, Any]:
+def _compile_parts_apart(threads: int) -> dict[str, str]:
     """Every part, compiled by as many processes as there are cores: Numba holds the GIL.
 
     Modules rather than multiprocessing, which would run the user's script again.
@@ -235,8 +225,8 @@ def _compile_parts_apart(threads: int, output: str) -> dict[str, Any]:
     package = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
 
-    def compile_share(share: tuple[str, ...]) -> dict[str, Any]:
-        command = [sys.executable, "-m", f"{__package__}.cuda_parts", str(threads), output, *share]
+    def compile_share(share: tuple[str, ...]) -> dict[str, str]:
+        command = [sys.executable, "-m", f"{__package__}.cuda_parts", str(threads), *share]
         done = subprocess.run(command, capture_output=True, env=environment, check=False)
         if done.returncode:
             said = done.stderr.decode(errors="replace")[-2000:]
@@ -244,7 +234,7 @@ def _compile_parts_apart(threads: int, output: str) -> dict[str, Any]:
         return dict(pickle.loads(done.stdout))
 
     with ThreadPoolExecutor(len(shares)) as pool:
-        parts: dict[str, Any] = {}
+        parts: dict[str, str] = {}
         for share in pool.map(compile_share, shares):
             parts |= share
     return parts
@@ -281,7 +271,7 @@ def assemble(ptx: str, capability: tuple[int, int], threads: int, ptxas: str) ->
 
 
 @functools.cache
-def build(capability: tuple[int, int], threads: int = 256, link: str = "objects") -> Generation:
+def build(capability: tuple[int, int], threads: int = 256) -> Generation:
     """The executor with the operators of the table, once a process; from the cache where it was built before.
 
     Raises:
@@ -293,39 +283,31 @@ def build(capability: tuple[int, int], threads: int = 256, link: str = "objects"
             'use Runtime(machine="cpu") here'
         )
     store = Store()
-    key = content_key(f"executor of {threads} threads, {link}", cuda_target(capability))
+    key = content_key(f"executor of {threads} threads", cuda_target(capability))
     found = store.get("cubin", key)
     if found is not None:
         size = int.from_bytes(found[:8], "little")
         return Generation(found[8 : 8 + size], capability, found[8 + size :].decode())
-    generation = _link(capability, threads, link)
+    generation = _link(capability, threads)
     header = len(generation.cubin).to_bytes(8, "little")
     store.put("cubin", key, header + generation.cubin + generation.log.encode())
     return generation
 
 
-def _link(capability: tuple[int, int], threads: int, link: str) -> Generation:
+def _link(capability: tuple[int, int], threads: int) -> Generation:
     from concurrent.futures import ThreadPoolExecutor
 
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    log = ""
-    ptxas = find_ptxas()
-    if link == "lto":
-        codes = [ObjectCode.from_ltoir(part) for part in _compile_parts_apart(threads, "ltoir").values()]
-    elif ptxas is None:
-        codes = [ObjectCode.from_ptx(part.encode()) for part in _compile_parts_apart(threads, "ptx").values()]
+    ptxas, parts, log = find_ptxas(), _compile_parts_apart(threads).values(), ""
+    if ptxas is None:  # the linker knows PTX too, and takes longer
+        codes = [ObjectCode.from_ptx(part.encode()) for part in parts]
     else:
-        parts = _compile_parts_apart(threads, "ptx").values()
         with ThreadPoolExecutor() as pool:
             assembled = list(pool.map(lambda part: assemble(part, capability, threads, ptxas), parts))
         codes = [ObjectCode.from_cubin(cubin) for cubin, _ in assembled]
         log = "\n".join(said for _, said in assembled)
-    options = LinkerOptions(
-        arch=f"sm_{capability[0]}{capability[1]}",
-        link_time_optimization=link == "lto",
-        ptxas_options=["-v"],
-    )
+    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", ptxas_options=["-v"])
     linker = Linker(*codes, options=options)
     cubin = linker.link("cubin")
     return Generation(bytes(cubin.code), capability, log + linker.get_info_log())

@@ -532,12 +532,6 @@ def pause(typingctx, spins):
 OPERATOR_SIGNATURE = types.int32(*[types.uint64] * 4)
 """(context, task, tile, arena) -> status. Not void: a void C-ABI function still returns a .b64 in PTX."""
 
-DISPATCH_SIGNATURE = types.int32(*[types.uint64] * 5)
-"""(context, op_id, task, tile, arena) -> status."""
-
-DISPATCH_SYMBOL = "gpuos_dispatch"
-dispatch = cuda.declare_device(DISPATCH_SYMBOL, DISPATCH_SIGNATURE, abi="c")
-
 
 @intrinsic
 def address_of(typingctx, array):

@@ -1,6 +1,6 @@
-"""A process that compiles: symbols arrive as arguments, what they compile to leaves on standard output.
+"""A process that compiles: symbols arrive as arguments, their PTX leaves on standard output.
 
-python -m gpuos_numba.machines.cuda_parts THREADS ptx|ltoir SYMBOL...
+python -m gpuos_numba.machines.cuda_parts THREADS SYMBOL...
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     from gpuos_numba.machines import cuda_compile
 
-    threads, output, symbols = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    parts = {symbol: cuda_compile.compile_part(symbol, threads, output) for symbol in symbols}
+    threads, symbols = int(sys.argv[1]), sys.argv[2:]
+    parts = {symbol: cuda_compile.compile_part(symbol, threads) for symbol in symbols}
     answer.write(pickle.dumps(parts))
     answer.close()
