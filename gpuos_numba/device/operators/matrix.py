@@ -157,13 +157,30 @@ def make_leave_sum(m: Primitives) -> Body:
 
 
 @functools.cache
+def make_pick(m: Primitives) -> Body:
+    """`pick(t, which)`: one of four."""
+    ZERO, ONE, TWO = m.u64(0), m.u64(1), m.u64(2)
+
+    def pick(t: Any, which: Any) -> Any:
+        if which == ZERO:
+            return t[0]
+        if which == ONE:
+            return t[1]
+        if which == TWO:
+            return t[2]
+        return t[3]
+
+    return m.device(pick)
+
+
+@functools.cache
 def make_merge(m: Primitives) -> Body:
     """`merge(context, task, kind)`: add the pieces' sums, in the same order always."""
     u64, f32 = m.u64, m.f32
     thread_index, block_width = m.thread_index, m.block_width
     load_f32, load_f32x4 = m.load_f32, m.load_f32x4
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, finish = make_address_of(m), make_finish(m)
+    address_of, finish, pick = make_address_of(m), make_finish(m), make_pick(m)
     COUNT, PIECES, WORKSPACE = u64(offset("count")), u64(PIECES_AT), u64(OUTPUT + 1)
     ZERO, ONE, TWO, THREE, FOUR, FIFTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 15))
     NOTHING = f32(0)
@@ -196,10 +213,10 @@ def make_merge(m: Primitives) -> Body:
                     t = add4(t, load_f32x4(at))
                     at += step
                     piece += ONE
-                finish(context, task, kind, row, t[0])
-                finish(context, task, kind, row + ONE, t[1])
-                finish(context, task, kind, row + TWO, t[2])
-                finish(context, task, kind, row + THREE, t[3])
+                which = ZERO
+                while which < FOUR:
+                    finish(context, task, kind, row + which, pick(t, which))
+                    which += ONE
                 row += block_width() << TWO
         else:
             while row < rows:
@@ -378,7 +395,7 @@ def make_rows(m: Primitives) -> Body:
     load_pair, shuffle, fma = m.load_pair, m.shuffle_xor_f32, m.fused_multiply_add
     bits_f32, f16_to_f32, bf16_to_f32 = m.bits_f32, m.f16_to_f32, m.bf16_to_f32
     dtype_of, stride_of, base_of = make_dtype_of(m), make_stride_of(m), make_base_of(m)
-    is_merging, merge, share_k = make_is_merging(m), make_merge(m), make_share_k(m)
+    pick, is_merging, merge, share_k = make_pick(m), make_is_merging(m), make_merge(m), make_share_k(m)
     itemsize, leave_sum, load_pairs2 = make_itemsize(m), make_leave_sum(m), make_load_pairs2(m)
     chunk_count, spread, fill8 = make_chunk_count(m), make_spread_f32(m), make_fill8(m)
 
@@ -442,17 +459,6 @@ def make_rows(m: Primitives) -> Body:
         )
 
     step = m.device(step)
-
-    def pick(t: Any, which: Any) -> Any:
-        if which == ZERO:
-            return t[0]
-        if which == ONE:
-            return t[1]
-        if which == TWO:
-            return t[2]
-        return t[3]
-
-    pick = m.device(pick)
 
     def spans(task: Any, tile: Any) -> Any:
         """The tile's groups of four rows, each in one of the batch."""
