@@ -370,7 +370,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         ("matvec", [(2, 5, 133), (133,), (2, 5)], "matrix.rows", None),
         ("matvec", [(1, 1100), (1100,)], "matrix.rows", True),
         ("vecmat", [(150,), (150, 72), (72,)], "matrix.columns", None),
-        ("vecmat", [(2, 100), (2, 100, 12)], "matrix.columns", True),
+        ("vecmat", [(2, 60), (2, 60, 12)], "matrix.columns", True),
         ("matmul", [(40, 72), (72, 33), (33,)], "matrix.tiles", False),
     ],
 )

@@ -60,7 +60,7 @@ AT_ONCE: Final = 4
 # Scalars: k, then four 32-bit words.
 K_AT: Final = offset("scalars")
 ROWS_AT: Final = K_AT + 8
-COLS_AT: Final = K_AT + 12  # TILES: columns; else threads that share a row, or neighbours of COLUMNS
+COLS_AT: Final = K_AT + 12  # TILES: columns; else log2 of a team's threads, or of neighbours in COLUMNS
 PIECES_AT: Final = K_AT + 16
 MATRIX_AT: Final = K_AT + 20  # place of the matrix; the vector has the other one
 
@@ -157,13 +157,30 @@ def make_leave_sum(m: Primitives) -> Body:
 
 
 @functools.cache
+def make_pick(m: Primitives) -> Body:
+    """`pick(t, which)`: one of four."""
+    ZERO, ONE, TWO = m.u64(0), m.u64(1), m.u64(2)
+
+    def pick(t: Any, which: Any) -> Any:
+        if which == ZERO:
+            return t[0]
+        if which == ONE:
+            return t[1]
+        if which == TWO:
+            return t[2]
+        return t[3]
+
+    return m.device(pick)
+
+
+@functools.cache
 def make_merge(m: Primitives) -> Body:
     """`merge(context, task, kind)`: add the pieces' sums, in the same order always."""
     u64, f32 = m.u64, m.f32
     thread_index, block_width = m.thread_index, m.block_width
     load_f32, load_f32x4 = m.load_f32, m.load_f32x4
     load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
-    address_of, finish = make_address_of(m), make_finish(m)
+    address_of, finish, pick = make_address_of(m), make_finish(m), make_pick(m)
     COUNT, PIECES, WORKSPACE = u64(offset("count")), u64(PIECES_AT), u64(OUTPUT + 1)
     ZERO, ONE, TWO, THREE, FOUR, FIFTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 15))
     NOTHING = f32(0)
@@ -196,10 +213,10 @@ def make_merge(m: Primitives) -> Body:
                     t = add4(t, load_f32x4(at))
                     at += step
                     piece += ONE
-                finish(context, task, kind, row, t[0])
-                finish(context, task, kind, row + ONE, t[1])
-                finish(context, task, kind, row + TWO, t[2])
-                finish(context, task, kind, row + THREE, t[3])
+                which = ZERO
+                while which < FOUR:
+                    finish(context, task, kind, row + which, pick(t, which))
+                    which += ONE
                 row += block_width() << TWO
         else:
             while row < rows:
@@ -242,6 +259,80 @@ def make_share_k(m: Primitives) -> Body:
         return row_tile, divide(tiles, pieces), piece, begin, end
 
     return m.device(share_k)
+
+
+@functools.cache
+def make_bits_of(m: Primitives) -> Body:
+    """`bits_of(task, most)`: log2 of the threads that work together; at most `most`, a power of two."""
+    u64, load_task_u32 = m.u64, m.load_task_u32
+    BITS, ONE = u64(COLS_AT), u64(1)
+
+    def bits_of(task: Any, most: Any) -> Any:
+        bits = load_task_u32(task + BITS)
+        while ONE << bits > most:
+            bits -= ONE
+        return bits
+
+    return m.device(bits_of)
+
+
+@functools.cache
+def make_batch_of(m: Primitives) -> Body:
+    """`batch_of(task, unit, units)`: which of the batch a unit is in, where each has so many."""
+    u64, divide = m.u64, m.divide
+    load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
+    COUNT, ROWS_WORD, ZERO = u64(offset("count")), u64(ROWS_AT), u64(0)
+
+    def batch_of(task: Any, unit: Any, units: Any) -> Any:
+        if load_task_u64(task + COUNT) == load_task_u32(task + ROWS_WORD):
+            return ZERO
+        return divide(unit, units)
+
+    return m.device(batch_of)
+
+
+@functools.cache
+def make_tile_share(m: Primitives) -> Body:
+    """`tile_share(task, tile, units, bits)` -> (first unit, end): those of a tile.
+
+    `units` are those of one of the batch, and 2^bits of them are worked on at once.
+    """
+    u64, divide = m.u64, m.divide
+    load_task_u64, load_task_u32, share_k = m.load_task_u64, m.load_task_u32, make_share_k(m)
+    COUNT, ROWS_WORD, ONE = u64(offset("count")), u64(ROWS_AT), u64(1)
+
+    def tile_share(task: Any, tile: Any, units: Any, bits: Any) -> Any:
+        row_tile, row_tiles, _, _, _ = share_k(task, tile)
+        rows, count = load_task_u32(task + ROWS_WORD), load_task_u64(task + COUNT)
+        if rows != count:
+            units *= divide(count, rows)
+        mine = (units + (ONE << bits) - ONE) >> bits
+        if row_tiles != ONE:
+            mine = divide(mine + row_tiles - ONE, row_tiles)
+        mine <<= bits
+        first = row_tile * mine
+        last = first + mine
+        if last > units:
+            last = units
+        return first, last
+
+    return m.device(tile_share)
+
+
+@functools.cache
+def make_log2(m: Primitives) -> Body:
+    """`log2(n)`, rounded down."""
+    u64 = m.u64
+    ZERO, ONE = u64(0), u64(1)
+
+    def log2(n: Any) -> Any:
+        bits = ZERO
+        while n > ONE:
+            n >>= ONE
+            bits += ONE
+        return bits
+
+    return m.device(log2)
 
 
 @functools.cache
@@ -293,18 +384,22 @@ def make_rows(m: Primitives) -> Body:
     """
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
-    load_task_u64, load_task_u32, divide = m.load_task_u64, m.load_task_u32, m.divide
+    load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
+    bits_of, batch_of, tile_share, log2 = (
+        make_bits_of(m),
+        make_batch_of(m),
+        make_tile_share(m),
+        make_log2(m),
+    )
     load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
     load_pair, shuffle, fma = m.load_pair, m.shuffle_xor_f32, m.fused_multiply_add
     bits_f32, f16_to_f32, bf16_to_f32 = m.bits_f32, m.f16_to_f32, m.bf16_to_f32
     dtype_of, stride_of, base_of = make_dtype_of(m), make_stride_of(m), make_base_of(m)
-    is_merging, merge, share_k = make_is_merging(m), make_merge(m), make_share_k(m)
+    pick, is_merging, merge, share_k = make_pick(m), make_is_merging(m), make_merge(m), make_share_k(m)
     itemsize, leave_sum, load_pairs2 = make_itemsize(m), make_leave_sum(m), make_load_pairs2(m)
     chunk_count, spread, fill8 = make_chunk_count(m), make_spread_f32(m), make_fill8(m)
 
-    COUNT, K, ROWS_WORD, PARTS, MATRIX = (
-        u64(n) for n in (offset("count"), K_AT, ROWS_AT, COLS_AT, MATRIX_AT)
-    )
+    K, ROWS_WORD, MATRIX = u64(K_AT), u64(ROWS_AT), u64(MATRIX_AT)
     F32, F16 = u64(DType.F32), u64(DType.F16)
     ZERO, ONE, TWO, THREE, FOUR, EIGHT, FIFTEEN, SIXTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 8, 15, 16))
     S16, S32, S48 = u64(16), u64(32), u64(48)
@@ -365,50 +460,38 @@ def make_rows(m: Primitives) -> Body:
 
     step = m.device(step)
 
-    def pick(t: Any, which: Any) -> Any:
-        if which == ZERO:
-            return t[0]
-        if which == ONE:
-            return t[1]
-        if which == TWO:
-            return t[2]
-        return t[3]
+    def spans(task: Any, tile: Any) -> Any:
+        """The tile's groups of four rows, each in one of the batch."""
+        teams = block_width() >> bits_of(task, block_width())
+        return tile_share(task, tile, (load_task_u32(task + ROWS_WORD) + THREE) >> TWO, log2(teams))
 
-    pick = m.device(pick)
+    spans = m.device(spans)
 
     def rows_kernel(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         kind = dtype_of(task)
         if is_merging(task, tile):
             merge(context, task, kind)
             return OK
-        size = itemsize(kind)
-        rows, k = load_task_u32(task + ROWS_WORD), load_task_u64(task + K)
-        matrix = load_task_u32(task + MATRIX)
-        vector = matrix ^ ONE
-        row_tile, row_tiles, piece, begin, end = share_k(task, tile)
-        parts = load_task_u32(task + PARTS)
-        if parts > block_width():
-            parts = block_width()
-        teams = divide(block_width(), parts)
-        team = divide(thread_index(), parts)
-        part = thread_index() & (parts - ONE)
-        groups = divide(rows + THREE, FOUR)  # of four rows, in one of the batch
-        all_groups = divide(load_task_u64(task + COUNT), rows) * groups
-        mine = divide(divide(all_groups + teams - ONE, teams) + row_tiles - ONE, row_tiles) * teams
-        first = row_tile * mine
-        last = first + mine
-        if last > all_groups:
-            last = all_groups
-        row_step = stride_of(context, task, matrix, TWO, k) * size
-        element_step = stride_of(context, task, matrix, ONE, ONE) * size
-        x_step = stride_of(context, task, vector, ONE, ONE) * size
-
+        first, last = spans(task, tile)
         while first < last:  # all threads of the block together: there are barriers inside
-            group = first + team
+            # Nothing is held over the loops that the task says again: registers are short there.
+            size = itemsize(kind)
+            rows, k = load_task_u32(task + ROWS_WORD), load_task_u64(task + K)
+            matrix = load_task_u32(task + MATRIX)
+            vector = matrix ^ ONE
+            _, _, _, begin, end = share_k(task, tile)
+            bits = bits_of(task, block_width())
+            parts = ONE << bits
+            part = thread_index() & (parts - ONE)
+            group = first + (thread_index() >> bits)
             if group >= last:
                 group = last - ONE
-            batch = divide(group, groups)
-            row = (group - batch * groups) * FOUR
+            groups = (rows + THREE) >> TWO
+            batch = batch_of(task, group, groups)
+            row = (group - batch * groups) << TWO
+            row_step = stride_of(context, task, matrix, TWO, k) * size
+            element_step = stride_of(context, task, matrix, ONE, ONE) * size
+            x_step = stride_of(context, task, vector, ONE, ONE) * size
             x = base_of(context, task, vector, batch, k)
             p = base_of(context, task, matrix, batch, rows * k) + row * row_step
             q, r, s = p, p, p
@@ -421,7 +504,7 @@ def make_rows(m: Primitives) -> Body:
             t = NOTHING, NOTHING, NOTHING, NOTHING
             done = begin
             if (x | p | q | r | s) & FIFTEEN == ZERO and element_step == size and x_step == size:
-                chunk = divide(SIXTEEN, size)
+                chunk = SIXTEEN >> (size >> ONE)
                 done = begin + ((end - begin) & ~(chunk - ONE))
                 at = (begin + part * chunk) * size
                 stop = done * size
@@ -467,6 +550,9 @@ def make_rows(m: Primitives) -> Body:
                 )
                 j += parts * EIGHT
 
+            bits = bits_of(task, block_width())
+            parts = ONE << bits
+            part = thread_index() & (parts - ONE)
             lanes = parts
             if lanes > warp_width():
                 lanes = warp_width()
@@ -482,28 +568,34 @@ def make_rows(m: Primitives) -> Body:
             across = parts > lanes
             if across:
                 if part & (lanes - ONE) == ZERO:
-                    at = arena + divide(thread_index(), lanes) * SIXTEEN
+                    at = arena + (thread_index() >> log2(lanes)) * SIXTEEN
                     store_scratch_f32(at, t[0])
                     store_scratch_f32(at + FOUR, t[1])
                     store_scratch_f32(at + EIGHT, t[2])
                     store_scratch_f32(at + EIGHT + FOUR, t[3])
                 barrier()
+            rows = load_task_u32(task + ROWS_WORD)
+            groups = (rows + THREE) >> TWO
+            group = first + (thread_index() >> bits)
+            batch = batch_of(task, group, groups)
+            row = (group - batch * groups) << TWO
+            _, _, piece, _, _ = share_k(task, tile)
             which = part
             while which < FOUR:
                 value = pick(t, which)
                 if across:
-                    at = arena + divide(thread_index() - part, lanes) * SIXTEEN + which * FOUR
-                    stop = at + divide(parts, lanes) * SIXTEEN
+                    at = arena + ((thread_index() - part) >> log2(lanes)) * SIXTEEN + which * FOUR
+                    stop = at + (parts >> log2(lanes)) * SIXTEEN
                     value = NOTHING
                     while at < stop:
                         value += load_scratch_f32(at)
                         at += SIXTEEN
-                if first + team < last and row + which < rows:
+                if group < last and row + which < rows:
                     leave_sum(context, task, kind, piece, batch * rows + row + which, value)
                 which += parts
             if across:
                 barrier()  # before the next sums are written there
-            first += teams
+            first += block_width() >> bits
         return OK
 
     return rows_kernel
@@ -521,20 +613,24 @@ def make_columns(m: Primitives) -> Body:
     """
     u64, f32 = m.u64, m.f32
     thread_index, block_width, warp_width, barrier = m.thread_index, m.block_width, m.warp_width, m.barrier
-    load_task_u64, load_task_u32, divide = m.load_task_u64, m.load_task_u32, m.divide
+    load_task_u64, load_task_u32 = m.load_task_u64, m.load_task_u32
+    bits_of, batch_of, tile_share, log2 = (
+        make_bits_of(m),
+        make_batch_of(m),
+        make_tile_share(m),
+        make_log2(m),
+    )
     load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
-    load_pair, load_word, load_u16 = m.load_pair, m.load_word, m.load_u16
+    load_pair, load_f32, load_u16 = m.load_pair, m.load_f32, m.load_u16
     shuffle, fma = m.shuffle_xor_f32, m.fused_multiply_add
     bits_f32, f16_to_f32, bf16_to_f32 = m.bits_f32, m.f16_to_f32, m.bf16_to_f32
     dtype_of, stride_of, base_of = make_dtype_of(m), make_stride_of(m), make_base_of(m)
     is_merging, merge, share_k = make_is_merging(m), make_merge(m), make_share_k(m)
     itemsize, leave_sum, load_pairs4 = make_itemsize(m), make_leave_sum(m), make_load_pairs4(m)
     chunk_count, spread, fill8 = make_chunk_count(m), make_spread_f32(m), make_fill8(m)
-    unpack8 = make_unpack8(m)
+    unpack8, load_element = make_unpack8(m), make_load_f32(m)
 
-    COUNT, K, ROWS_WORD, WIDTH, MATRIX = (
-        u64(n) for n in (offset("count"), K_AT, ROWS_AT, COLS_AT, MATRIX_AT)
-    )
+    K, ROWS_WORD, MATRIX = u64(K_AT), u64(ROWS_AT), u64(MATRIX_AT)
     F32, F16 = u64(DType.F32), u64(DType.F16)
     ZERO, ONE, TWO, THREE, FOUR, EIGHT = (u64(n) for n in (0, 1, 2, 3, 4, 8))
     FIFTEEN, SIXTEEN, THIRTY_TWO = u64(15), u64(16), u64(32)
@@ -542,31 +638,24 @@ def make_columns(m: Primitives) -> Body:
     NOTHING8 = (NOTHING,) * 8
     OK = np.int32(0)
 
-    def load_bits4(kind: Any, address: Any, step: Any) -> Any:
-        """Four elements, not converted: who converts waits."""
+    def load_vector4(kind: Any, address: Any, step: Any) -> Any:
+        """Four elements. Loaded after those of the matrix: who converts waits, but not for longer."""
         if kind == F32:
-            a, b = load_word(address), load_word(address + step)
+            a, b = load_f32(address), load_f32(address + step)
             address += step + step
-            return a, b, load_word(address), load_word(address + step)
-        a, b = load_u16(address), load_u16(address + step)
+            return a, b, load_f32(address), load_f32(address + step)
+        c, d = load_u16(address), load_u16(address + step)
         address += step + step
-        return a, b, load_u16(address), load_u16(address + step)
-
-    load_bits4 = m.device(load_bits4)
-
-    def of_bits(kind: Any, bits: Any) -> Any:
-        if kind == F32:
-            return bits_f32(bits)
+        e, f = load_u16(address), load_u16(address + step)
         if kind == F16:
-            return f16_to_f32(bits)
-        return bf16_to_f32(bits)
+            return f16_to_f32(c), f16_to_f32(d), f16_to_f32(e), f16_to_f32(f)
+        return bf16_to_f32(c), bf16_to_f32(d), bf16_to_f32(e), bf16_to_f32(f)
 
-    of_bits = m.device(of_bits)
+    load_vector4 = m.device(load_vector4)
 
-    def add_row(kind: Any, pair: Any, bits: Any, t: Any) -> Any:
+    def add_row(kind: Any, pair: Any, x: Any, t: Any) -> Any:
         """The sums of the thread's columns with one more of k; f32 has four, the others eight."""
         low, high = pair
-        x = of_bits(kind, bits)
         if kind == F32:
             return (
                 fma(bits_f32(low), x, t[0]),
@@ -633,51 +722,54 @@ def make_columns(m: Primitives) -> Body:
 
     put8 = m.device(put8)
 
+    def spans(task: Any, tile: Any, kind: Any) -> Any:
+        """The tile's strips of columns, each in one of the batch."""
+        strip_bits = bits_of(task, warp_width()) + FOUR - (itemsize(kind) >> ONE)
+        strips = (load_task_u32(task + ROWS_WORD) + (ONE << strip_bits) - ONE) >> strip_bits
+        return tile_share(task, tile, strips, ZERO)
+
+    spans = m.device(spans)
+
     def columns_kernel(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         kind = dtype_of(task)
         if is_merging(task, tile):
             merge(context, task, kind)
             return OK
-        size = itemsize(kind)
-        rows, k = load_task_u32(task + ROWS_WORD), load_task_u64(task + K)
-        matrix = load_task_u32(task + MATRIX)
-        vector = matrix ^ ONE
-        row_tile, row_tiles, piece, begin, end = share_k(task, tile)
-        lanes = warp_width()
-        width = load_task_u32(task + WIDTH)
-        if width > lanes:
-            width = lanes
-        teams = divide(block_width(), width)
-        team = divide(thread_index(), width)
-        part = thread_index() & (width - ONE)
-        chunk = divide(SIXTEEN, size)
-        step = stride_of(context, task, matrix, TWO, rows) * size  # from one of k to the next
-        row_step = stride_of(context, task, matrix, ONE, ONE) * size
-        x_step = stride_of(context, task, vector, ONE, ONE) * size
-        strips = divide(rows + width * chunk - ONE, width * chunk)
-        all_strips = divide(load_task_u64(task + COUNT), rows) * strips
-        mine = divide(all_strips + row_tiles - ONE, row_tiles)
-        strip = row_tile * mine
-        last = strip + mine
-        if last > all_strips:
-            last = all_strips
-
+        strip, last = spans(task, tile, kind)
         while strip < last:
-            batch = divide(strip, strips)
-            row = (strip - batch * strips) * width * chunk  # the strip's first
-            until = row + width * chunk
+            # Nothing is held over the loops that the task says again: registers are short there.
+            size = itemsize(kind)
+            rows, k = load_task_u32(task + ROWS_WORD), load_task_u64(task + K)
+            matrix = load_task_u32(task + MATRIX)
+            vector = matrix ^ ONE
+            _, _, piece, begin, end = share_k(task, tile)
+            lanes = warp_width()
+            bits = bits_of(task, lanes)
+            width = ONE << bits
+            teams = block_width() >> bits
+            team = thread_index() >> bits
+            part = thread_index() & (width - ONE)
+            chunk_bits = FOUR - (size >> ONE)
+            strip_bits = bits + chunk_bits
+            strips = (rows + (ONE << strip_bits) - ONE) >> strip_bits
+            step = stride_of(context, task, matrix, TWO, rows) * size  # from one of k to the next
+            row_step = stride_of(context, task, matrix, ONE, ONE) * size
+            x_step = stride_of(context, task, vector, ONE, ONE) * size
+            batch = batch_of(task, strip, strips)
+            row = (strip - batch * strips) << strip_bits  # the strip's first
+            until = row + (ONE << strip_bits)
             if until > rows:
                 until = rows
             x = base_of(context, task, vector, batch, k)
             a = base_of(context, task, matrix, batch, rows * k)
-            fits = row_step == size and until == row + width * chunk and (a | step) & FIFTEEN == ZERO
-            each = ONE  # columns a thread takes at once
+            whole = until == row + (ONE << strip_bits)
+            fits = row_step == size and whole and (a | step) & FIFTEEN == ZERO
+            each = ZERO  # log2 of the columns that a thread takes at once
             if fits:
-                each = chunk
+                each = chunk_bits
             while row < until:
-                mine_at = row + part * each  # the thread's first column
-                has = mine_at < until
-                if not has:
+                mine_at = row + (part << each)  # the thread's first column
+                if mine_at >= until:
                     mine_at = until - ONE
                 at = a + mine_at * row_step
                 j = begin + team
@@ -692,9 +784,9 @@ def make_columns(m: Primitives) -> Body:
                         at += leap << THREE
                         v2, v3 = load_pairs4(at, leap), load_pairs4(at + leap * FOUR, leap)
                         at += leap << THREE
-                        x0, x1 = load_bits4(kind, y, x_leap), load_bits4(kind, y + x_leap * FOUR, x_leap)
+                        x0, x1 = load_vector4(kind, y, x_leap), load_vector4(kind, y + x_leap * FOUR, x_leap)
                         y += x_leap << THREE
-                        x2, x3 = load_bits4(kind, y, x_leap), load_bits4(kind, y + x_leap * FOUR, x_leap)
+                        x2, x3 = load_vector4(kind, y, x_leap), load_vector4(kind, y + x_leap * FOUR, x_leap)
                         y += x_leap << THREE
                         t = add_rows4(kind, v0, x0, t)
                         t = add_rows4(kind, v1, x1, t)
@@ -703,19 +795,14 @@ def make_columns(m: Primitives) -> Body:
                         j += teams << FOUR
                     while j + THREE * teams < end:
                         v0 = load_pairs4(at, leap)
-                        x0 = load_bits4(kind, y, x_leap)
+                        x0 = load_vector4(kind, y, x_leap)
                         t = add_rows4(kind, v0, x0, t)
                         j += teams << TWO
                         at += leap << TWO
                         y += x_leap << TWO
                     while j < end:
                         pair = load_pair(at)
-                        bits = ZERO
-                        if kind == F32:
-                            bits = load_word(y)
-                        else:
-                            bits = load_u16(y)
-                        t = add_row(kind, pair, bits, t)
+                        t = add_row(kind, pair, load_element(kind, y), t)
                         j += teams
                         at += leap
                         y += x_leap
@@ -733,15 +820,16 @@ def make_columns(m: Primitives) -> Body:
                 while mask < lanes:
                     t = add_lanes(t, mask)
                     mask <<= ONE
-                warp = divide(thread_index(), lanes)
                 if thread_index() & (lanes - ONE) < width:
-                    put8(arena + ((warp * width + part) << (TWO + THREE)), t)
+                    warp = thread_index() >> log2(lanes)
+                    put8(arena + (((warp << bits) + part) << (TWO + THREE)), t)
                 barrier()
+                rows = load_task_u32(task + ROWS_WORD)
                 column = thread_index()
-                while column < width * each:
-                    owner = divide(column, each)
-                    at = arena + (owner << (TWO + THREE)) + ((column - owner * each) << TWO)
-                    stop = at + (divide(block_width(), lanes) * width << (TWO + THREE))
+                while column < width << each:
+                    owner = column >> each
+                    at = arena + (owner << (TWO + THREE)) + ((column - (owner << each)) << TWO)
+                    stop = at + ((block_width() >> log2(lanes)) << bits << (TWO + THREE))
                     total = NOTHING
                     while at < stop:
                         total += load_scratch_f32(at)
@@ -750,7 +838,7 @@ def make_columns(m: Primitives) -> Body:
                         leave_sum(context, task, kind, piece, batch * rows + row + column, total)
                     column += block_width()
                 barrier()  # before the next sums are written there
-                row += width * each
+                row += width << each
             strip += ONE
         return OK
 
@@ -791,7 +879,7 @@ def make_tiles(m: Primitives) -> Body:
         make_base_of(m),
     )
     itemsize, load_element, store_element = make_itemsize(m), make_load_f32(m), make_store_f32(m)
-    spread, fill8 = make_spread_f32(m), make_fill8(m)
+    spread, fill8, log2 = make_spread_f32(m), make_fill8(m), make_log2(m)
     load_raw8, unpack8 = make_load_raw8(m), make_unpack8(m)
 
     COUNT, TILES_WORD, K, ROWS_WORD, COLS_WORD = (
@@ -799,8 +887,8 @@ def make_tiles(m: Primitives) -> Body:
     )
     OUT, THE_BIAS, F32 = u64(OUTPUT), u64(BIAS), u64(DType.F32)
     ZERO, ONE, TWO, THREE, FOUR, EIGHT, FIFTEEN, SIXTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 8, 15, 16))
-    HALF, WHOLE, SLAB_DEPTH, GROUP_THREADS = u64(32), u64(SIDE), u64(DEPTH), u64(64)
-    MOST_GROUPS = u64(GROUPS)
+    SIX, HALF, SLAB_DEPTH, GROUP_THREADS = u64(6), u64(32), u64(DEPTH), u64(64)
+    WHOLE_BITS, MOST_GROUP_BITS = u64(SIDE.bit_length() - 1), u64(GROUPS.bit_length() - 1)
     NOTHING = f32(0)
     NOTHING4 = (NOTHING,) * 4
     OK = np.int32(0)
@@ -830,14 +918,13 @@ def make_tiles(m: Primitives) -> Body:
 
     fetch = m.device(fetch)
 
-    def spot(index: Any, side: Any, deep: Any) -> Any:
-        """(free, k) of the eight elements that job `index` stages."""
+    def spot(index: Any, bits: Any, deep: Any) -> Any:
+        """(free, k) of the eight elements that job `index` stages, of a side of 2^bits."""
         if deep:  # neighbours write neighbouring words of scratch
-            j = divide(index, side)
-            return index - j * side, j << THREE
-        across = (side + EIGHT - ONE) >> THREE  # jobs across the side
-        j = divide(index, across)
-        return (index - j * across) << THREE, j
+            return index & ((ONE << bits) - ONE), (index >> bits) << THREE
+        if bits < THREE:
+            return ZERO, index
+        return (index & ((ONE << (bits - THREE)) - ONE)) << THREE, index >> (bits - THREE)
 
     spot = m.device(spot)
 
@@ -851,16 +938,16 @@ def make_tiles(m: Primitives) -> Body:
 
     left_over = m.device(left_over)
 
-    def bring(kind: Any, source: Any, side: Any, j0: Any, k: Any, index: Any) -> Any:
+    def bring(kind: Any, source: Any, bits: Any, j0: Any, k: Any, index: Any) -> Any:
         """Job `index` of a slab, from global memory."""
         base, step, free_step, first, extent, deep = source
-        free, j = spot(index, side, deep)
+        free, j = spot(index, bits, deep)
         if deep:
             n = left_over(j0 + j, k)
             if first + free >= extent:
                 n = ZERO
         else:
-            end = first + side
+            end = first + (ONE << bits)
             if end > extent:
                 end = extent
             n = left_over(first + free, end)
@@ -870,13 +957,13 @@ def make_tiles(m: Primitives) -> Body:
 
     bring = m.device(bring)
 
-    def keep(slab: Any, side: Any, deep: Any, index: Any, raw: Any) -> None:
+    def keep(slab: Any, bits: Any, deep: Any, index: Any, raw: Any) -> None:
         """Job `index` of a slab, to scratch."""
-        free, j = spot(index, side, deep)
+        free, j = spot(index, bits, deep)
         v = unpack8(raw[0], (raw[1], raw[2], raw[3], raw[4]))
-        at = slab + ((j * side + free) << TWO)
+        at = slab + (((j << bits) + free) << TWO)
         if deep:
-            leap = side << TWO
+            leap = FOUR << bits
             store_scratch_f32(at, v[0])
             store_scratch_f32(at + leap, v[1])
             store_scratch_f32(at + leap * TWO, v[2])
@@ -889,7 +976,7 @@ def make_tiles(m: Primitives) -> Body:
         else:
             store_u64(at, words(v[0], v[1]))
             store_u64(at + EIGHT, words(v[2], v[3]))
-            if side > FOUR:
+            if bits >= THREE:
                 store_u64(at + SIXTEEN, words(v[4], v[5]))
                 store_u64(at + SIXTEEN + EIGHT, words(v[6], v[7]))
 
@@ -912,53 +999,66 @@ def make_tiles(m: Primitives) -> Body:
 
     put4 = m.device(put4)
 
+    def locate(task: Any, unit: Any, bits: Any) -> Any:
+        """(batch, first row, first column) of an output tile; a batch too many behind the last."""
+        more = (ONE << bits) - ONE
+        row_tiles = (load_task_u32(task + ROWS_WORD) + more) >> bits
+        column_tiles = (load_task_u32(task + COLS_WORD) + more) >> bits
+        row = divide(unit, column_tiles)
+        column = unit - row * column_tiles
+        batch = ZERO
+        if row >= row_tiles:
+            batch = divide(row, row_tiles)
+        return batch, (row - batch * row_tiles) << bits, column << bits
+
+    locate = m.device(locate)
+
     def tiles_kernel(context: Any, task: Any, tile: Any, arena: Any) -> Any:
         kind = dtype_of(task)
-        size = itemsize(kind)
-        count, k = load_task_u64(task + COUNT), load_task_u64(task + K)
-        rows, cols = load_task_u32(task + ROWS_WORD), load_task_u32(task + COLS_WORD)
-        if count == ZERO:
+        if load_task_u64(task + COUNT) == ZERO:
             return OK
         thread, width = thread_index(), block_width()
-        side, across, groups = FOUR, ONE, ONE
+        bits, across_bits, group_bits = TWO, ZERO, ZERO  # log2 of the side, of threads across it, of groups
         if width >= GROUP_THREADS:
-            side, across = WHOLE, EIGHT
-            groups = divide(width, GROUP_THREADS)
-            if groups > MOST_GROUPS:
-                groups = MOST_GROUPS
-        area = across * across
-        group = divide(thread, area)
-        y = divide(thread - group * area, across)
-        x = thread - group * area - y * across
-        works = group < groups  # the others stage, and come to the barriers
-        deep_share = divide(SLAB_DEPTH, groups)
-        right_slab = arena + ((SLAB_DEPTH * side) << TWO)
-        jobs = (SLAB_DEPTH * side) >> THREE
+            bits, across_bits = WHOLE_BITS, THREE
+            group_bits = log2(width) - SIX
+            if group_bits > MOST_GROUP_BITS:
+                group_bits = MOST_GROUP_BITS
+        side = ONE << bits
+        group = thread >> (across_bits + across_bits)
+        y = (thread >> across_bits) & ((ONE << across_bits) - ONE)
+        x = thread & ((ONE << across_bits) - ONE)
+        works = group >> group_bits == ZERO  # the others stage, and come to the barriers
+        deep_share = SLAB_DEPTH >> group_bits
+        right_slab = arena + (SLAB_DEPTH << (bits + TWO))
+        jobs = SLAB_DEPTH << bits >> THREE
         row_jobs = jobs
-        if side < EIGHT:
+        if bits < THREE:
             row_jobs = SLAB_DEPTH
 
-        row_step = stride_of(context, task, ZERO, TWO, k) * size
-        left_step = stride_of(context, task, ZERO, ONE, ONE) * size
-        right_step = stride_of(context, task, ONE, TWO, cols) * size
-        column_step = stride_of(context, task, ONE, ONE, ONE) * size
-        left_deep = left_step == size or row_step != size
-        right_deep = right_step == size and column_step != size
-        left_jobs, right_jobs = row_jobs, row_jobs
-        if left_deep:
-            left_jobs = jobs
-        if right_deep:
-            right_jobs = jobs
-
-        row_tiles, column_tiles = divide(rows + side - ONE, side), divide(cols + side - ONE, side)
-        units = divide(count, rows * cols) * row_tiles * column_tiles
         unit = tile
-        while unit < units:
-            batch = divide(unit, row_tiles * column_tiles)
-            rest = unit - batch * row_tiles * column_tiles
-            row = divide(rest, column_tiles)
-            column = (rest - row * column_tiles) * side
-            row = row * side
+        while True:
+            # Nothing is held over the loops that the task says again: registers are short there.
+            size = itemsize(kind)
+            k, rows, cols = (
+                load_task_u64(task + K),
+                load_task_u32(task + ROWS_WORD),
+                load_task_u32(task + COLS_WORD),
+            )
+            batch, row, column = locate(task, unit, bits)
+            if batch * rows * cols >= load_task_u64(task + COUNT):
+                break
+            row_step = stride_of(context, task, ZERO, TWO, k) * size
+            left_step = stride_of(context, task, ZERO, ONE, ONE) * size
+            right_step = stride_of(context, task, ONE, TWO, cols) * size
+            column_step = stride_of(context, task, ONE, ONE, ONE) * size
+            left_deep = left_step == size or row_step != size
+            right_deep = right_step == size and column_step != size
+            left_jobs, right_jobs = row_jobs, row_jobs
+            if left_deep:
+                left_jobs = jobs
+            if right_deep:
+                right_jobs = jobs
             left = base_of(context, task, ZERO, batch, rows * k)
             right = base_of(context, task, ONE, batch, k * cols)
             t0, t1, t2, t3 = NOTHING4, NOTHING4, NOTHING4, NOTHING4
@@ -967,32 +1067,32 @@ def make_tiles(m: Primitives) -> Body:
             source_a = left, left_step, row_step, row, rows, left_deep
             source_b = right, right_step, column_step, column, cols, right_deep
             if thread < left_jobs:
-                raw_a = bring(kind, source_a, side, ZERO, k, thread)
+                raw_a = bring(kind, source_a, bits, ZERO, k, thread)
             if thread < right_jobs:
-                raw_b = bring(kind, source_b, side, ZERO, k, thread)
+                raw_b = bring(kind, source_b, bits, ZERO, k, thread)
             j0 = ZERO
             while j0 < k:
                 index = thread
                 while index < left_jobs:
                     if index != thread:  # of narrow blocks
-                        raw_a = bring(kind, source_a, side, j0, k, index)
-                    keep(arena, side, left_deep, index, raw_a)
+                        raw_a = bring(kind, source_a, bits, j0, k, index)
+                    keep(arena, bits, left_deep, index, raw_a)
                     index += width
                 index = thread
                 while index < right_jobs:
                     if index != thread:
-                        raw_b = bring(kind, source_b, side, j0, k, index)
-                    keep(right_slab, side, right_deep, index, raw_b)
+                        raw_b = bring(kind, source_b, bits, j0, k, index)
+                    keep(right_slab, bits, right_deep, index, raw_b)
                     index += width
                 barrier()
                 j0 += SLAB_DEPTH
                 if j0 < k:
                     if thread < left_jobs:
-                        raw_a = bring(kind, source_a, side, j0, k, thread)
+                        raw_a = bring(kind, source_a, bits, j0, k, thread)
                     if thread < right_jobs:
-                        raw_b = bring(kind, source_b, side, j0, k, thread)
+                        raw_b = bring(kind, source_b, bits, j0, k, thread)
                 if works:
-                    leap = side << TWO
+                    leap = FOUR << bits
                     at = arena + group * deep_share * leap + (y << FOUR)
                     bt = right_slab + group * deep_share * leap + (x << FOUR)
                     stop = at + deep_share * leap
@@ -1008,28 +1108,31 @@ def make_tiles(m: Primitives) -> Body:
                 barrier()  # before the next slab, or the sums, are written there
 
             if works:
-                at = arena + ((group * side + y * FOUR) * side << TWO) + (x << FOUR)
-                leap = side << TWO
+                at = arena + (((group << bits) + (y << TWO)) << (bits + TWO)) + (x << FOUR)
+                leap = FOUR << bits
                 put4(at, t0)
                 put4(at + leap, t1)
                 put4(at + leap * TWO, t2)
                 put4(at + leap * THREE, t3)
             barrier()
+            size = itemsize(kind)
+            rows, cols = load_task_u32(task + ROWS_WORD), load_task_u32(task + COLS_WORD)
+            batch, row, column = locate(task, unit, bits)
             out = base_of(context, task, OUT, batch, rows * cols)
             bias = address_of(task, THE_BIAS)
             if bias != ZERO:
                 bias = base_of(context, task, THE_BIAS, batch, rows * cols)
             index = thread
-            while index < side * side:
-                r = divide(index, side)
-                c = index - r * side
+            while index < ONE << (bits + bits):
+                r = index >> bits
+                c = index & (side - ONE)
                 if row + r < rows and column + c < cols:
                     total = NOTHING
                     at = arena + (index << TWO)
-                    stop = at + (groups * side * side << TWO)
+                    stop = at + (FOUR << (bits + bits + group_bits))
                     while at < stop:
                         total += load_scratch_f32(at)
-                        at += side * side << TWO
+                        at += FOUR << (bits + bits)
                     if bias != ZERO:
                         steps = (row + r) * stride_of(context, task, THE_BIAS, TWO, cols)
                         steps += (column + c) * stride_of(context, task, THE_BIAS, ONE, ONE)
@@ -1255,7 +1358,7 @@ def _plan_vector(name: str, dtype: DType, product: Product, swapped: bool, block
         batches * rows,
         tiles * pieces,
         _walks(name, dtype, operands),
-        pack("QIIII", k, rows, width, pieces, int(swapped)),
+        pack("QIIII", k, rows, width.bit_length() - 1, pieces, int(swapped)),
         merge=pieces > 1,
         workspace=4 * batches * rows * pieces if pieces > 1 else 0,
     )
