@@ -18,6 +18,7 @@ import numpy as np
 
 from gpuos_numba.descriptor import (
     DTYPE_NAMES,
+    FIFTH_INPUT,
     LAYOUT,
     MAX_INPUTS,
     SCALAR_BYTES,
@@ -239,7 +240,7 @@ def submit(
     """Run an operator with one output as `blocks` workers would: its tiles in any order, then the merge.
 
     Returns:
-        the plan, and the worst status that a thread 0 returned.
+        the plan, and the worst status that a thread returned.
     """
     operator = TABLE[name]
     given = operator.read_parameters(parameters)
@@ -251,11 +252,13 @@ def submit(
     task["op_id"], task["tiles"], task["count"] = plan.op_id, plan.tiles, plan.count
     flags = (Flag.STRIDED if plan.walks else 0) | (Flag.MERGE if plan.merge else 0)
     task["flags"] = int(flags)
-    for place, each in enumerate(inputs):
+    for place, each in enumerate(inputs[:MAX_INPUTS]):
         task["inputs"][0][place] = 0 if each is None else each.ctypes.data
     task["outputs"][0][:] = out.ctypes.data, workspace.ctypes.data if plan.workspace else 0
     task["dtypes"] = pack_dtypes(operands, [operand_of(out)])
     task["scalars"][0] = np.frombuffer(plan.scalars.ljust(SCALAR_BYTES, b"\0"), np.uint8)
+    for fifth in inputs[MAX_INPUTS:]:
+        task["scalars"][0][FIFTH_INPUT:].view(np.uint64)[:] = fifth.ctypes.data
     for place, walk in enumerate(plan.walks or ()):
         if walk is not None:
             slot = layouts[1 + place]
@@ -271,10 +274,11 @@ def submit(
     worst = 0
     for tile in order:
         block = Block(width, lanes, seed)
-        body = KERNELS[plan.op_id].make(block)  # type: ignore[arg-type]
+        kernel = KERNELS[plan.op_id]
+        body = (kernel.shared or kernel).make(block)  # type: ignore[arg-type]
         memory[:] = GARBAGE
         addresses = (context.ctypes.data, task.ctypes.data, tile, memory.ctypes.data + start)
-        worst = max(worst, block.run(body, *(u64(each) for each in addresses))[0])
+        worst = max(worst, *block.run(body, *(u64(each) for each in addresses)))
         assert (memory[:start] == GARBAGE).all() and (memory[start + ARENA_BYTES :] == GARBAGE).all()
     return plan, worst
 

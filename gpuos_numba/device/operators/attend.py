@@ -372,7 +372,7 @@ def make_join(m: Primitives) -> Body:
         while at < groups:
             top = larger(top, bits_f32(load_u32(arena + TOPS + (at << TWO))))
             at += ONE
-        factor = exp(largest - base_of(top))
+        factor = f32(exp(largest - base_of(top)))
         if group < groups:
             c = part
             while c < parts:
@@ -492,8 +492,8 @@ def make_single(m: Primitives) -> Body:
             score = admit(task, arena, row, there, key, score)
             top = larger(largest, score)
             base = base_of(top)
-            shrink = exp(largest - base)
-            weight = exp(score - base)
+            shrink = f32(exp(largest - base))
+            weight = f32(exp(score - base))
             largest = top
             sum = sum * shrink + weight
             if there:
@@ -619,7 +619,7 @@ def make_soften(m: Primitives) -> Body:
 
     The largest is that of every eight lanes, the sum each lane's own.
     """
-    u64, shuffle = m.u64, m.shuffle_xor_f32
+    u64, f32, shuffle = m.u64, m.f32, m.shuffle_xor_f32
     larger, base_of, exp = make_larger(m), make_base(m), math.exp
     ONE, TWO, FOUR = u64(1), u64(2), u64(4)
 
@@ -629,8 +629,8 @@ def make_soften(m: Primitives) -> Body:
         top = larger(top, shuffle(top, TWO))
         top = larger(top, shuffle(top, FOUR))
         base = base_of(top)
-        shrink = exp(largest - base)
-        weight = exp(score - base)
+        shrink = f32(exp(largest - base))
+        weight = f32(exp(score - base))
         return top, sum * shrink + weight, shrink, weight
 
     return m.device(soften)
@@ -1025,7 +1025,7 @@ def make_merge(m: Primitives) -> Body:
 
     def weight_of(head: Any, there: Any, base: Any) -> Any:
         if there:
-            return exp(head[0] - base)
+            return f32(exp(head[0] - base))
         return NOTHING
 
     def add(total: Any, weight: Any, v: Any) -> Any:
@@ -1076,7 +1076,7 @@ def make_merge(m: Primitives) -> Body:
                 v2, v3 = load_f32x4(q + skip), load_f32x4(r + skip)
                 top = larger(larger(larger(largest, h0[0]), h1[0]), larger(h2[0], h3[0]))
                 base = base_of(top)
-                shrink = exp(largest - base)
+                shrink = f32(exp(largest - base))
                 a, b = weight_of(h0, True, base), weight_of(h1, left > ONE, base)
                 c, e = weight_of(h2, left > TWO, base), weight_of(h3, left > THREE, base)
                 largest = top

@@ -54,7 +54,8 @@ from .table import (
 
 Array = Any
 CAUSAL: Final = {"none": NOT_CAUSAL, "upper_left": UPPER_LEFT, "lower_right": LOWER_RIGHT}
-LARGEST: Final = (1 << 32) - 1
+LARGEST: Final = (1 << 31) - 1
+"""Of keys, queries, and all rows together: the body divides in 32 bits."""
 
 # --- plans ---
 
@@ -117,6 +118,11 @@ def _check_dim(name: str, dim: int) -> None:
         raise _refuse(name, f"heads of {dim} elements: at most {LARGEST_DIM}, split larger ones")
 
 
+def _check_rows(name: str, rows: int) -> None:
+    if rows > LARGEST:
+        raise _refuse(name, f"{rows} queries of all heads: at most {LARGEST} at once")
+
+
 def _check_dtypes(name: str, operands: Sequence[Operand], names: Sequence[str]) -> None:
     dtype = operands[0].dtype
     if dtype not in FLOATS:
@@ -167,6 +173,7 @@ class _Sizes:
             raise _refuse(
                 "sdpa", 'window= needs causal="upper_left" or "lower_right", which say where it ends'
             )
+        _check_rows("sdpa", self.batch * self.heads * self.queries)
         self.window = min(window, LARGEST)
         if mask is not None:
             if mask.dtype not in (DType.BOOL, q.dtype, DType.F32):
@@ -263,8 +270,11 @@ def _infer_paged(inputs: Sequence[Operand], /, scale: float | None) -> tuple[Res
         )
     if lengths.shape != (sequences,):
         raise _refuse(name, f"context_lens has shape {lengths.shape}: give one for each of {sequences}")
-    if max(k.shape[1], tables.shape[1]) > LARGEST:
-        raise _refuse(name, f"block_size {k.shape[1]}, max_blocks {tables.shape[1]}: at most {LARGEST}")
+    _check_rows(name, sequences * heads)
+    if k.shape[1] * tables.shape[1] > LARGEST:
+        raise _refuse(
+            name, f"{tables.shape[1]} blocks of {k.shape[1]} keys a sequence: at most {LARGEST} keys in all"
+        )
     return (Result(q.shape, q.dtype),)
 
 
