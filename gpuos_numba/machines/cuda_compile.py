@@ -87,7 +87,7 @@ class Generation:
     log: str
 
 
-def _compile(body: Callable[..., Any], signature: Any, symbol: str, capability: tuple[int, int]) -> Any:
+def _compile(body: Callable[..., Any], signature: Any, symbol: str, capability: tuple[int, int]) -> str:
     with _compiling_for(capability):
         code, _ = cuda.compile(
             body,
