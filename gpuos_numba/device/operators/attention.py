@@ -16,7 +16,8 @@ import numpy as np
 from ...descriptor import DTYPE_NAMES, ITEMSIZE, DType
 from ...errors import ArgumentError, DTypeError
 from ...shapes import Shape, Strides
-from .attend import (
+from .attend import make_attention, make_attention_many, make_attention_single
+from .attend_parts import (
     BUNDLE,
     CHUNK_BITS,
     GROUP_BITS,
@@ -27,9 +28,6 @@ from .attend import (
     PAGED,
     SDPA,
     UPPER_LEFT,
-    make_attention,
-    make_attention_many,
-    make_attention_single,
     pack_small,
     record_bytes,
 )
@@ -83,7 +81,7 @@ def _divided(pairs: int, rows: int, keys: int, key_bytes: int, blocks: int) -> t
 
 
 def _steps(operand: Operand, shape: Shape) -> Strides:
-    """The strides over a shape that the operand has but for leading dims; 0 where there is one step."""
+    """The strides over a shape that the operand has but for leading dims; 0 along dims of one element."""
     strides = (0,) * (len(shape) - len(operand.strides)) + operand.strides
     return tuple(
         stride if extent > 1 else 0
