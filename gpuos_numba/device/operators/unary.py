@@ -426,6 +426,10 @@ def make_isnan_i64(m: Primitives) -> Body:
 # erfc of an argument t that is off by half an ulp is off by 2 t^2 of them: 2^-18 reaches to t = 4, and beyond
 # that the function is below atol. The same goes for exp of what gelu's tanh form makes of x.
 _GELU: Final = Tolerance(f32=2.0**-18, atol=1e-9)
+# exp is good to 1 ulp of 2^-23, and the sum, the quotient and a product or two add half of one each.
+_SIGMOID: Final = Tolerance(f32=8 * 2.0**-24, atol=TINY)
+# Where the sigmoid is among the smallest f32, a is about -104, and its half of one of them so many times that.
+_SILU: Final = Tolerance(f32=8 * 2.0**-24, atol=2.0**-143)
 # exp(beta x) is off by |beta x| half ulp, of which 100 are left before it vanishes.
 _SOFTPLUS: Final = Tolerance(f32=2.0**-17, atol=TINY)
 
@@ -488,7 +492,7 @@ FUNCTIONS: Final = (
         wide(truth_sigmoid),
         make_sigmoid,
         result="float",
-        tolerance=GOOD,
+        tolerance=_SIGMOID,
     ),
     Function(
         "relu",
@@ -505,7 +509,7 @@ FUNCTIONS: Final = (
         "a / (1 + e^-a)",
         wide(lambda x: x * truth_sigmoid(x)),
         make_silu,
-        tolerance=GOOD,
+        tolerance=_SILU,
         source="torch.nn.functional.silu.",
         bools=False,
         integers=False,
