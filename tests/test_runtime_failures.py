@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], type[GpuosError], str]] 
         ArgumentError,
         "no parameter 'beta'.*takes",
     ),
-    "scalar without a number": ("fill", [], f32(2), {"value": "x"}, ArgumentError, "'x'.*not of kind float"),
+    "scalar without a number": ("fill", [], f32(2), {"value": "x"}, ArgumentError, "'x'.*not of kind number"),
     "nothing to take a shape from": ("fill", [], None, {"value": 1.0}, ArgumentError, "pass out="),
     "out of what writes nothing": ("nop", [], f32(2), {}, ArgumentError, "writes nothing"),
     "after something else": ("nop", [], None, {"after": 3}, ArgumentError, "after=.*tickets of this Runtime"),

@@ -206,12 +206,6 @@ def compile_part(symbol: str, threads: int) -> str:
 
 @functools.cache
 def compile_parts(threads: int) -> dict[str, str]:
-    """Every part, by symbol, one after another in this process."""
-    return {symbol: compile_part(symbol, threads) for symbol in part_symbols()}
-
-
-@functools.cache
-def _compile_parts_apart(threads: int) -> dict[str, str]:
     """Every part, compiled by as many processes as there are cores: Numba holds the GIL.
 
     Modules rather than multiprocessing, which would run the user's script again.
@@ -299,7 +293,7 @@ def _link(capability: tuple[int, int], threads: int) -> Generation:
 
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    ptxas, parts, log = find_ptxas(), _compile_parts_apart(threads).values(), ""
+    ptxas, parts, log = find_ptxas(), compile_parts(threads).values(), ""
     if ptxas is None:  # the linker knows PTX too, and takes longer
         codes = [ObjectCode.from_ptx(part.encode()) for part in parts]
     else:

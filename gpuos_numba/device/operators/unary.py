@@ -428,7 +428,7 @@ def make_isnan_i64(m: Primitives) -> Body:
 _GELU: Final = Tolerance(f32=2.0**-18, atol=1e-9)
 # exp is good to 1 ulp of 2^-23, and the sum, the quotient and a product or two add half of one each.
 _SIGMOID: Final = Tolerance(f32=8 * 2.0**-24, atol=TINY)
-# Where the sigmoid is among the smallest f32, a is about -104, and its half of one of them so many times that.
+# Where the sigmoid is among the smallest f32, a is about -104, and multiplies its half of one of them.
 _SILU: Final = Tolerance(f32=8 * 2.0**-24, atol=2.0**-143)
 # exp(beta x) is off by |beta x| half ulp, of which 100 are left before it vanishes.
 _SOFTPLUS: Final = Tolerance(f32=2.0**-17, atol=TINY)
