@@ -374,7 +374,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_block_of_threads_does_the_same(dtype: Any, dim: int) -> None:
     for group, queries, width in [(1, 1, 64), (3, 1, 32), (2, 3, 64)]:
         q = normal(1, group, queries, dim, dtype=dtype)
@@ -395,7 +395,7 @@ def test_a_block_of_threads_takes_any_layout() -> None:
     on_blocks("sdpa", normal(3, 1, 16, dtype=F16), k[..., 8:24], k[:, ::-1, 32:], width=256)
 
 
-@pytest.mark.parametrize("width", [64, 256, 512])
+@pytest.mark.parametrize("width", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (256, 512))])
 def test_blocks_of_threads_share_the_keys(small_tiles: None, width: int) -> None:
     k, v = normal(1, 70, 64, dtype=F16, seed=1), normal(1, 70, 64, dtype=F16, seed=2)
     assert on_blocks("sdpa", normal(1, 1, 64, dtype=F16), k, v, workers=4, width=width).merge

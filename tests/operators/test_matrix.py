@@ -362,7 +362,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(matrix, name, value)
 
 
-@pytest.mark.parametrize(("width", "lanes"), [(256, 32), (64, 8)])
+@pytest.mark.parametrize(
+    ("width", "lanes"), [pytest.param(256, 32, marks=pytest.mark.slow), (64, 32), (64, 8)]
+)
 @pytest.mark.parametrize(
     ("name", "shapes", "kernel", "merges"),
     [
