@@ -374,7 +374,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dim", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 80, 128, 256))])
 def test_a_block_of_threads_does_the_same(dtype: Any, dim: int) -> None:
     for group, queries, width in [(1, 1, 64), (3, 1, 32), (2, 3, 64)]:
         q = normal(1, group, queries, dim, dtype=dtype)

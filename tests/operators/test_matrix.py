@@ -363,7 +363,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "lanes"), [pytest.param(256, 32, marks=pytest.mark.slow), (64, 32), (64, 8)]
+    ("width", "lanes"), [(64, 8), *(pytest.param(n, 32, marks=pytest.mark.slow) for n in (64, 256))]
 )
 @pytest.mark.parametrize(
     ("name", "shapes", "kernel", "merges"),
