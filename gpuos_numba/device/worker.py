@@ -115,7 +115,7 @@ def make_worker(m: Primitives) -> Body:
                 barrier()
 
             # Once, and once more where a task wants its tiles joined: a second call of dispatch would be a
-            # second copy of every operator, inlined.
+            # second copy of the switch and of its hottest body.
             while True:
                 while True:  # the tasks of a run; one turn where the task stands alone
                     task = scratch + TASKS + (position & SLOT) * TASK_SIZE

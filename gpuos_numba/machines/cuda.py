@@ -68,7 +68,8 @@ def _free_host(driver: Any, context: Any, pinned: int, device: Any) -> None:
 
 
 def _free_device(driver: Any, context: Any, pointer: int) -> None:
-    driver.cuCtxPushCurrent(context)
+    if int(driver.cuCtxPushCurrent(context)[0]) != 0:
+        return  # the context is gone, and its memory with it
     driver.cuMemFreeAsync(pointer, 0)
     driver.cuCtxPopCurrent()
 

@@ -113,12 +113,6 @@ class Block:
     def device(self, body: Any) -> Any:
         return body
 
-    def external(self, symbol: str, make: Any, arity: int = 3) -> Any:
-        return make(self)
-
-    def out_of_line(self) -> None:
-        """Here all is."""
-
     def thread_index(self) -> Any:
         return u64(self._mine.index)
 

@@ -68,7 +68,7 @@ def test_results_have_the_dtype_that_pytorch_gives_them(name: str) -> None:
                     [torch.ones(side, dtype=each[1]) for each, side in zip(given, sides, strict=True)],
                 ).dtype
             except (RuntimeError, NotImplementedError):
-                continue  # that a refusal of torch's is one of ours is checked below
+                continue  # what torch refuses is ours to decide
             try:
                 found = operator.infer(operands, **parameters)[0].dtype
             except gpuos.DTypeError:

@@ -7,6 +7,7 @@ the inputs alone, so the output may be exactly an input.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
@@ -20,7 +21,7 @@ from ...shapes import broadcast_shape
 from .. import elementwise as bodies
 from ..elementwise import Entry
 from . import binary, ternary, unary
-from .functions import Array, Function
+from .functions import ROUNDED_ONCE, Array, Function
 from .planning import TILE, tile_count, walks_of
 from .promotion import category, number_dtype, operand_of, promote
 from .table import (
@@ -36,7 +37,6 @@ from .table import (
     Plan,
     Result,
     Shared,
-    Tolerance,
     pack,
     refuse_dtype,
 )
@@ -245,7 +245,7 @@ def _run(
         return Plan(_F32_KERNELS[function.name].op_id, count, tiles, walks, packed)
     try:
         packed = pack("q" * len(scalars), *map(int, scalars))
-    except Exception as error:  # struct.error, which says less
+    except (struct.error, OverflowError, ValueError) as error:
         raise ArgumentError(f"{function.name}: {tuple(scalars)} do not fit 64 bits") from error
     return Plan(_I64_KERNELS[function.name].op_id, count, tiles, walks, packed, number=DType.I64)
 
@@ -512,7 +512,7 @@ OPERATORS: Final = (
         (_F32_KERNELS["clamp"], _I64_KERNELS["clamp"]),
         _spec_clamp,
         parameters=(Parameter("min", "number", None), Parameter("max", "number", None)),
-        tolerance=Tolerance(f16=0.0, bf16=0.0),
+        tolerance=ROUNDED_ONCE,
         same_ok=(0,),
         tiling=f"above {TILE} elements",
         cost="Moves each element once.",
@@ -532,7 +532,7 @@ OPERATORS: Final = (
         (_F32_KERNELS["copy"], _I64_KERNELS["copy"], _TRUNCATE_KERNEL),
         _spec_cast,
         parameters=(Parameter("dtype", "dtype"),),
-        tolerance=Tolerance(f16=0.0, bf16=0.0),
+        tolerance=ROUNDED_ONCE,
         tiling=f"above {TILE} elements",
         cost="Moves each element once.",
         source="torch.Tensor.to, but for floats that no integer of the dtype is near.",

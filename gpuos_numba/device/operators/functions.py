@@ -20,7 +20,7 @@ Truth = Callable[..., Array]
 TINY: Final = 2.0**-147
 """Two of the smallest f32: below 2^-126 there is no relative precision."""
 
-EXACT: Final = Tolerance(f16=0.0, bf16=0.0)
+ROUNDED_ONCE: Final = Tolerance(f16=0.0, bf16=0.0)
 """Of a function that rounds once."""
 
 GOOD: Final = Tolerance(f32=4 * 2.0**-24, atol=TINY)
@@ -55,7 +55,7 @@ class Function:
     bools: bool = True
     integers: bool = True
     parameters: tuple[Parameter, ...] = ()
-    tolerance: Tolerance = EXACT
+    tolerance: Tolerance = ROUNDED_ONCE
     divides: bool = False
     values: str = "any"
     source: str = ""
