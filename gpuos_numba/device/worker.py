@@ -40,6 +40,7 @@ def make_worker(m: Primitives) -> Body:
     load_u64, store_u64 = m.load_u64, m.store_u64
     store_u32, shared_max_u32 = m.store_u32, m.shared_max_u32
     copy_wait, dispatch = m.copy_wait, m.dispatch
+    is_plain, run_plain = m.is_plain, m.run_plain
     load_task_u64, load_task_pair = m.load_task_u64, m.load_task_pair
     load_relaxed_gpu, store_relaxed_gpu = m.load_relaxed_gpu, m.store_relaxed_gpu
 
@@ -137,6 +138,11 @@ def make_worker(m: Primitives) -> Body:
                         store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
                     if tiles > mask + ONE:
                         status = BAD_DESCRIPTOR
+                    elif tiles <= ONE and is_plain(op_id):
+                        # This task, and what is linked to it as far as its group goes.
+                        position = run_plain(scratch + TASKS, position)
+                        flags = load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF
+                        status = ZERO
                     else:
                         status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
                     if status != ZERO:

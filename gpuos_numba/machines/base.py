@@ -125,6 +125,8 @@ class Primitives(Protocol):
     now_ns: Primitive  # () -> u64, monotonic
     pause: Primitive  # (u64 spins so far): be polite while polling
     dispatch: Primitive  # (context, op_id, task address, tile, arena address), all u64 -> i32 status
+    is_plain: Primitive  # (op_id) -> whether the worker may run the task itself
+    run_plain: Primitive  # (address of the staged tasks, position) -> the last position that was run
 
 
 class HostPrimitives(Primitives, Protocol):

@@ -423,3 +423,14 @@ def dispatch(context, op_id, task, tile, arena):
     if function == u64(0):
         return _UNKNOWN
     return _call_operator(function, context, task, tile, arena)
+
+
+@njit(nogil=True)
+def is_plain(op_id):
+    """Every operator is called: a call costs little here."""
+    return False
+
+
+@njit(nogil=True)
+def run_plain(tasks, position):
+    return position

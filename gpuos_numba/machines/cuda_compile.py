@@ -3,9 +3,9 @@
 Pump, worker and each operator are compiled alone: by Numba to PTX, in as many processes as there are cores,
 and by ptxas to relocatable cubins, which are linked in milliseconds. The result is kept in the cache.
 
-The switch and the hottest body are part of the worker. The other bodies are called, which on an H200 costs a
-task 0.3 us; a body that needs more registers than it may use freely saves the worker's, which costs up to
-2 us. Linking with LTO instead inlines everything, takes 20 s, and with this many operators spills.
+The switch is part of the worker, and so are the plain f32 operators. Other bodies are called, which on an
+H200 costs a task 0.3 us; a body that needs more registers than it may use freely saves the worker's, which
+costs up to 2 us. Linking with LTO instead inlines everything, takes 20 s, and spills.
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ def compile_pump(capability: tuple[int, int]) -> str:
 
 
 class _WithSwitch:
-    """The CUDA primitives, with the switch and its hottest body inlined where the worker dispatches."""
+    """The CUDA primitives, with the switch, and what the worker runs without it."""
 
     def __init__(self) -> None:
         kernels = tuple(KERNELS.values())
         bodies = {kernel.symbol: _declare(kernel.symbol) for kernel in kernels}
-        bodies[switch.HOT] = m.device(elementwise.make_hot(m))
+        self.is_plain, self.run_plain = elementwise.make_run_plain(m)
         called = m.device(switch.build(kernels, bodies))
 
         def dispatch(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:

@@ -143,8 +143,10 @@ def _make_shared_half(m: Primitives) -> Body:
     return bodies.make_plain_shared(m, _half_entries, HALF_IDS + len(_UNARY), half=True)
 
 
-make_hot = _make_shared_plain
-"""Factory of the body that is called most."""
+def make_run_plain(m: Primitives) -> tuple[Body, Body]:
+    """What the worker runs itself, without a call. See `elementwise.make_run_plain`."""
+    return bodies.make_run_plain(m, _plain_entries, PLAIN_IDS + len(_UNARY))
+
 
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
 _SHARED_HALF: Final = Shared("gpuos_half", _make_shared_half)
