@@ -121,12 +121,38 @@ HOST_CONTEXT: Final = np.dtype(
             "state",  # HOST_STATE
             "words",  # HOST_WORDS
             "failures",  # FAILURE[FAILURE_SLOTS]
+            "control",  # HOST_CONTROL
+            "launch",  # HOST_LAUNCH
             "mask",
             "max_run",
         )
     ]
 )
 """What the compiled host functions take: the addresses as the host sees them."""
+
+HOST_LAUNCH: Final = np.dtype(
+    {
+        # Never crosses the bus. All but `lock` and `closing` are written under the lock.
+        "names": [
+            "lock",
+            "holds",
+            "closing",
+            "call",
+            "kernel",
+            "stream",
+            "arguments",
+            "threads",
+            "quiet",
+            "most",
+        ],
+        "formats": ["<u8"] * 10,
+        "offsets": [0, LINE, *range(LINE + 8, LINE + 72, 8), LINE + 72],
+        "itemsize": 2 * LINE,
+    }
+)
+"""How a launch is made. lock: 1 while somebody decides about launches; holds: parks in force, nothing is
+launched; closing: nothing ever will be; call: address of cuLaunchKernel, 0 where only Python can launch;
+kernel, stream, arguments, threads: what it takes; quiet, most: workers of a narrow and of a wide launch."""
 
 LAYOUT_SLOTS: Final = 1 << 16
 WINDOW: Final = 256

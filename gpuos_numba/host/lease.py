@@ -1,15 +1,17 @@
 """The lease: who launches the executor, when, and how wide.
 
-A launch parks by itself (device/pump.py, decide). A producer or a waiter that finds nobody serving calls
-`ensure_served`; the keeper thread does the same for tasks that nobody waits for, queues a spare launch
-before the running lease ends, and keeps the heartbeat. It sleeps while the executor is parked.
+A launch parks by itself (device/pump.py, decide). A producer or a waiter that finds nobody serving launches
+(host/ring.py, relaunch; `ensure_served` where only Python can); the keeper thread does the same for tasks that
+nobody waits for, queues a spare launch before the running lease ends, and keeps the heartbeat. It sleeps, in
+compiled code, while the executor is parked.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..config import Config
@@ -30,11 +32,12 @@ class Keeper:
         # Views of single words: looking a field up by name takes longer than reading it.
         self._enqueued, self._claimed = self._words["enqueued"], self._words["claimed"]
         self._parked, self._ingested = self._state["parked"], self._state["ingested"]
-        self._lock = threading.Lock()  # launches; never held by who waits for tasks
-        self._awake, self._closing = threading.Event(), threading.Event()
-        self._holds = 0  # parks in force: nothing is launched
+        launch = machine.arrays.launch
+        self._holds, self._closing = launch["holds"], launch["closing"]
+        launch["quiet"], launch["most"] = machine.quiet_workers, machine.max_workers
         self._leased = config.lease_s is not None
-        self._tick_s = min(TICK_S, config.lease_s / 4) if config.lease_s is not None else TICK_S
+        tick_s = min(TICK_S, config.lease_s / 4) if config.lease_s is not None else TICK_S
+        self._tick_us = max(1, int(tick_s * 1e6))
         self._control["lease_ns"] = int((config.lease_s or 0) * 1e9)
         idle_s = 0.0 if config.idle_s is None else max(config.idle_s, machine.idle_floor_s)
         self._control["idle_ns"] = int(idle_s * 1e9)
@@ -54,18 +57,31 @@ class Keeper:
         """Nobody serves, and no launch is on its way."""
         return int(self._parked[0]) == int(self._enqueued[0])
 
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Launches are this thread's to decide; never held by who waits for tasks."""
+        self._host.lock_launches(self._address)
+        try:
+            yield
+        finally:
+            self._host.unlock_launches(self._address)
+
     def _unserved(self) -> bool:
         return int(self._claimed[0]) != int(self._ingested[0])
+
+    def _allowed(self) -> bool:
+        return not self._holds[0] and not self._closing[0]
 
     def ensure_served(self) -> None:
         """Launch if nobody serves. Raises MachineError where the launch fails."""
         if not self.parked:
             return
-        with self._lock:
-            if self._holds == 0 and not self._closing.is_set() and self.parked:
+        with self._deciding():
+            if self._allowed() and self.parked:
                 self._launch()
 
     def _launch(self) -> None:
+        """What `host.ring.make_relaunch` does, for machines and threads where only Python can launch."""
         backlog = (int(self._claimed[0]) - int(self._ingested[0])) & MASK_64
         quiet, most = self._machine.quiet_workers, self._machine.max_workers
         narrow = quiet < most and backlog <= 2 * quiet
@@ -79,37 +95,32 @@ class Keeper:
             self._enqueued -= 1
             self.error = error
             raise
-        finally:
-            # Also where the launch failed: somebody must try again for who saw it counted. Not before the
-            # launch, which the waking thread would delay.
-            self._awake.set()
 
     def park(self) -> None:
         """Ask every launch to leave and launch no more until `unpark`. Returns at once."""
-        with self._lock:
+        with self._deciding():
             self._holds += 1
             self._control["park_request"] = self.launches
 
     def unpark(self) -> None:
-        with self._lock:
+        with self._deciding():
             self._holds -= 1
         if self._unserved():
             self.ensure_served()
 
     def stop(self) -> None:
         """End the keeper thread and launch no more."""
-        with self._lock:
-            self._closing.set()
+        with self._deciding():
+            self._closing[0] = 1
             self._control["park_request"] = self.launches
-        self._awake.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
     def _keep(self) -> None:
         claimed = -1
         while True:
-            self._awake.wait()
-            if self._closing.wait(self._tick_s):
+            self._host.doze(self._address, self._tick_us)
+            if self._closing[0]:
                 return
             self._control["heartbeat"] += 1
             tidy = self._tidy()
@@ -121,13 +132,9 @@ class Keeper:
                 if self.parked:
                     if self._unserved():
                         self.ensure_served()
-                    else:
-                        self._awake.clear()
-                        if not self.parked or self._unserved():
-                            self._awake.set()
                 elif self._leased and claimed != before and self._state["begun"][0] == self.launches:
-                    with self._lock:
-                        if self._holds == 0 and not self._closing.is_set():
+                    with self._deciding():
+                        if self._allowed():
                             self._launch()  # the spare: begins when the lease that runs is over
             except Exception as error:
                 self.error = error

@@ -20,6 +20,8 @@ from ..protocol import (
     FAILURE,
     FAILURE_SLOTS,
     HOST_CONTEXT,
+    HOST_CONTROL,
+    HOST_LAUNCH,
     HOST_STATE,
     HOST_WORDS,
     field,
@@ -32,7 +34,7 @@ DECLINED, SENT, SENT_UNSERVED = 0, 1, 2
 """What `submit_plain` answers."""
 
 PENDING, DONE, PARKED = 0, 1, 2
-"""What waiting answers: not yet, all done, or nothing will happen until somebody launches."""
+"""What waiting answers: not yet, all done, or nothing will happen until Python launches."""
 
 
 @cache
@@ -118,6 +120,137 @@ def make_nobody_serves(m: HostPrimitives) -> Body:
         return ZERO
 
     return m.device(nobody_serves)
+
+
+@cache
+def make_lock_launches(m: HostPrimitives) -> Body:
+    """`lock_launches(host)`: until `unlock_launches`, nobody else decides about launches.
+
+    The holder may call the driver, which may wait for the executor to park, so nobody waits for the lock whom
+    the executor needs: a producer that finds it taken goes its way (`relaunch`).
+    """
+    u64 = m.u64
+    load_u64, compare_and_swap, pause = m.load_u64, m.compare_and_swap, m.pause
+    LOCK = u64(field(HOST_CONTEXT, "launch"))
+    ZERO, ONE = u64(0), u64(1)
+    assert field(HOST_LAUNCH, "lock") == 0
+
+    def lock_launches(host: Any) -> None:
+        spins = ZERO
+        while compare_and_swap(load_u64(host + LOCK), ZERO, ONE) == ZERO:
+            pause(spins)
+            spins += ONE
+
+    return m.device(lock_launches)
+
+
+@cache
+def make_unlock_launches(m: HostPrimitives) -> Body:
+    """`unlock_launches(host)`."""
+    u64, load_u64, store_release_sys = m.u64, m.load_u64, m.store_release_sys
+    LOCK, ZERO = u64(field(HOST_CONTEXT, "launch")), u64(0)
+
+    def unlock_launches(host: Any) -> None:
+        store_release_sys(load_u64(host + LOCK), ZERO)
+
+    return m.device(unlock_launches)
+
+
+@cache
+def make_relaunch(m: HostPrimitives) -> Body:
+    """`relaunch(host) -> 0`, or 1 where Python must launch: see that somebody serves, if that is allowed.
+
+    One compiled call away from the driver, because a launch lies in the way of the first task after each
+    pause. Whoever finds the lock taken leaves: its holder launches, or launches are being held back.
+    """
+    u64 = m.u64
+    nobody_serves, unlock_launches = make_nobody_serves(m), make_unlock_launches(m)
+    load_u64, load_acquire_sys, store_release_sys = m.load_u64, m.load_acquire_sys, m.store_release_sys
+    store_relaxed_sys, compare_and_swap, call_launch = m.store_relaxed_sys, m.compare_and_swap, m.call_launch
+    STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    LAUNCH, CONTROL = u64(field(HOST_CONTEXT, "launch")), u64(field(HOST_CONTEXT, "control"))
+    CLAIMED, ENQUEUED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "enqueued"))
+    INGESTED, WIDEN_AT = u64(field(HOST_STATE, "ingested")), u64(field(HOST_CONTROL, "widen_at"))
+    HOLDS, CLOSING = u64(field(HOST_LAUNCH, "holds")), u64(field(HOST_LAUNCH, "closing"))
+    CALL, KERNEL = u64(field(HOST_LAUNCH, "call")), u64(field(HOST_LAUNCH, "kernel"))
+    STREAM, ARGUMENTS = u64(field(HOST_LAUNCH, "stream")), u64(field(HOST_LAUNCH, "arguments"))
+    THREADS = u64(field(HOST_LAUNCH, "threads"))
+    QUIET, MOST = u64(field(HOST_LAUNCH, "quiet")), u64(field(HOST_LAUNCH, "most"))
+    ZERO, ONE, TWO, FOUR = u64(0), u64(1), u64(2), u64(4)
+
+    def relaunch(host: Any) -> Any:
+        launch = load_u64(host + LAUNCH)
+        if load_u64(launch + CALL) == ZERO:
+            return ONE
+        if load_acquire_sys(launch + HOLDS) != ZERO:
+            return ZERO
+        if load_acquire_sys(launch + CLOSING) != ZERO:
+            return ZERO
+        if compare_and_swap(launch, ZERO, ONE) == ZERO:
+            return ZERO
+        answer = ZERO
+        # The lock's acquire brings these two along.
+        held = load_u64(launch + HOLDS)
+        closing = load_u64(launch + CLOSING)
+        if held == ZERO and closing == ZERO and nobody_serves(host) != ZERO:
+            words = load_u64(host + WORDS)
+            quiet = load_u64(launch + QUIET)
+            workers = load_u64(launch + MOST)
+            claimed = load_acquire_sys(words + CLAIMED)
+            ingested = load_acquire_sys(load_u64(host + STATE) + INGESTED)
+            backlog = claimed - ingested
+            widen_at = ZERO
+            if quiet < workers and backlog <= quiet * TWO:
+                workers = quiet
+                widen_at = quiet * FOUR
+            # A narrow launch parks early when work piles up; whoever notices launches again, wide.
+            store_relaxed_sys(load_u64(host + CONTROL) + WIDEN_AT, widen_at)
+            # Counted before it runs: a launch that parks before it is counted would look like one to come.
+            enqueued = load_u64(words + ENQUEUED)
+            store_release_sys(words + ENQUEUED, enqueued + ONE)
+            error = call_launch(
+                load_u64(launch + CALL),
+                load_u64(launch + KERNEL),
+                workers + ONE,
+                load_u64(launch + THREADS),
+                load_u64(launch + STREAM),
+                load_u64(launch + ARGUMENTS),
+            )
+            if error != ZERO:  # this thread has not used CUDA yet, or what Python will say
+                store_release_sys(words + ENQUEUED, enqueued)
+                answer = ONE
+        unlock_launches(host)
+        return answer
+
+    return m.device(relaunch)
+
+
+@cache
+def make_doze(m: HostPrimitives) -> Body:
+    """`doze(host, period_us)`: sleep for a period, and go on while the executor is parked and nothing waits.
+
+    For the keeper thread, whose waking in Python would take the GIL from whoever waits for the first task.
+    """
+    u64 = m.u64
+    nobody_serves, sleep_us = make_nobody_serves(m), m.sleep_us
+    load_u64, load_acquire_sys = m.load_u64, m.load_acquire_sys
+    STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    LAUNCH, CLOSING = u64(field(HOST_CONTEXT, "launch")), u64(field(HOST_LAUNCH, "closing"))
+    CLAIMED, INGESTED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_STATE, "ingested"))
+    ZERO = u64(0)
+
+    def doze(host: Any, period_us: Any) -> None:
+        words, state = load_u64(host + WORDS), load_u64(host + STATE)
+        closing = load_u64(host + LAUNCH) + CLOSING
+        while load_acquire_sys(closing) == ZERO:
+            sleep_us(period_us)
+            if nobody_serves(host) == ZERO:
+                break
+            claimed = load_acquire_sys(words + CLAIMED)
+            if claimed != load_acquire_sys(state + INGESTED):
+                break
+
+    return m.device(doze)
 
 
 @cache
@@ -237,6 +370,7 @@ def make_wait_range(m: HostPrimitives) -> Body:
     """`wait_range(host, position, end, until_ns) -> (PENDING | DONE | PARKED, position reached)`."""
     u64 = m.u64
     nobody_serves, status_of, retire = make_nobody_serves(m), make_status_of(m), make_retire(m)
+    relaunch = make_relaunch(m)
     now_ns, pause, load_u64, load_acquire_sys = m.now_ns, m.pause, m.load_u64, m.load_acquire_sys
     WORDS, RETIRED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "retired"))
     ZERO, ONE, PENDING_AT, EVERY = u64(0), u64(1), u64(PENDING_STATUS), u64(63)
@@ -262,7 +396,8 @@ def make_wait_range(m: HostPrimitives) -> Body:
             # Nobody serves, and the second look still finds no done word. The task may yet be finishing in
             # the launch that has just parked: then one launch more than needed is asked for, no harm.
             if nobody_serves(host) != ZERO and status_of(host, position) == PENDING_AT:
-                return ANSWER_PARKED, position
+                if relaunch(host) != ZERO:
+                    return ANSWER_PARKED, position
             if spins & EVERY == EVERY and now_ns() > until_ns:
                 return ANSWER_PENDING, position
             pause(spins)
@@ -349,14 +484,14 @@ def make_fill(m: HostPrimitives) -> Body:
 def make_submit(m: HostPrimitives) -> Body:
     """`submit(host, tasks, count, linked, afters, after_0, after_1, until_ns, ranges, range_slots)`.
 
-    Submits as much as it can and answers (submitted, ranges written, nobody_serves). Returns early when
-    somebody must launch, when `until_ns` has passed without room, or when `ranges` (pairs of first
+    Submits as much as it can and answers (submitted, ranges written, 1 where Python must launch). Returns
+    early in that case, when `until_ns` has passed without room, or when `ranges` (pairs of first
     position and count, consecutive ones merged) is full; the caller goes on with the rest.
     """
     u64 = m.u64
     load_u64, store_u64 = m.load_u64, m.store_u64
     try_claim, fill, publish, retire = make_try_claim(m), make_fill(m), make_publish(m), make_retire(m)
-    nobody_serves = make_nobody_serves(m)
+    nobody_serves, relaunch = make_nobody_serves(m), make_relaunch(m)
     now_ns, pause = m.now_ns, m.pause
     ZERO, ONE, EIGHT, SIXTEEN = u64(0), u64(1), u64(8), u64(16)
     MOST, TASK_SIZE, EVERY = u64(CHUNK), u64(TASK_BYTES), u64(63)
@@ -386,7 +521,7 @@ def make_submit(m: HostPrimitives) -> Body:
             if granted < wanted:
                 retire(host)  # the ring is filling up: make room for the next round
             if granted == ZERO:
-                if nobody_serves(host) != ZERO:
+                if nobody_serves(host) != ZERO and relaunch(host) != ZERO:
                     parked = ONE
                     break
                 if spins & EVERY == EVERY and now_ns() > until_ns:
@@ -397,6 +532,8 @@ def make_submit(m: HostPrimitives) -> Body:
             spins = ZERO
             fill(host, tasks + submitted * TASK_SIZE, granted, position, linked, afters, after_0, after_1)
             parked = publish(host, position, granted)
+            if parked != ZERO:
+                parked = relaunch(host)
             submitted += granted
             if written != ZERO and position == end:
                 last = ranges + (written - ONE) * SIXTEEN + EIGHT
@@ -426,12 +563,13 @@ def make_submit_plain(m: HostPrimitives) -> Body:
 
     The short way for one contiguous element-wise task without scalars or dependencies: the descriptor is
     written straight into its slot. `query` is the address of cuStreamQuery or 0; inputs that a stream still
-    works on are not submitted. answer: SENT, SENT_UNSERVED (somebody must launch), or DECLINED (full, or the
+    works on are not submitted. answer: SENT, SENT_UNSERVED (Python must launch), or DECLINED (full, or the
     stream is busy), where nothing was enqueued.
     """
     u64 = m.u64
     load_u64, store_u64, call_query = m.load_u64, m.store_u64, m.call_query
     try_claim, publish, retire = make_try_claim(m), make_publish(m), make_retire(m)
+    relaunch = make_relaunch(m)
     RING, MASK = u64(field(HOST_CONTEXT, "ring")), u64(field(HOST_CONTEXT, "mask"))
     ZERO, ONE, EIGHT, TASK_SIZE = u64(0), u64(1), u64(8), u64(TASK_BYTES)
     RUN_AND_TILES = u64(1 | 1 << 32)
@@ -464,7 +602,10 @@ def make_submit_plain(m: HostPrimitives) -> Body:
             store_u64(task + word, ZERO)
             word += EIGHT
         store_u64(task + DTYPES_AT, ALL_F32)
-        return position, publish(host, position, ONE) + ANSWER_SENT
+        unserved = publish(host, position, ONE)
+        if unserved != ZERO:
+            unserved = relaunch(host)
+        return position, unserved + ANSWER_SENT
 
     return m.device(submit_plain)
 
@@ -512,6 +653,9 @@ def compiled() -> SimpleNamespace:
         "try_claim": (make_try_claim, pair(u64, u64)),
         "publish": (make_publish, u64(u64, u64, u64)),
         "nobody_serves": (make_nobody_serves, u64(u64)),
+        "lock_launches": (make_lock_launches, types.void(u64)),
+        "unlock_launches": (make_unlock_launches, types.void(u64)),
+        "doze": (make_doze, types.void(u64, u64)),
         "retire": (make_retire, types.void(u64)),
         "status_of": (make_status_of, u64(u64, u64)),
         "wait_range": (make_wait_range, pair(u64, u64, u64, u64)),

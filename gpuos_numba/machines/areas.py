@@ -18,6 +18,7 @@ from ..protocol import (
     FAILURE_SLOTS,
     HOST_CONTEXT,
     HOST_CONTROL,
+    HOST_LAUNCH,
     HOST_STATE,
     HOST_WORDS,
     LAYOUT_SLOTS,
@@ -64,6 +65,7 @@ def host_sizes() -> Sizes:
         "words": HOST_WORDS.itemsize,
         "failures": FAILURE_SLOTS * FAILURE.itemsize,
         "host_context": HOST_CONTEXT.itemsize,
+        "launch": HOST_LAUNCH.itemsize,
         "table": TABLE_LENGTH * 8,
     }
 
@@ -117,6 +119,7 @@ class HostArrays:
         self.words = on_host("words", HOST_WORDS)
         self.failures = on_host("failures", FAILURE)
         self.context = on_host("host_context", HOST_CONTEXT)
+        self.launch = on_host("launch", HOST_LAUNCH)
         self.table = on_host("table", np.uint64)
 
         self.stamps[:] = first_words(capacity, start, stamp=True)
@@ -127,6 +130,7 @@ class HostArrays:
         context["ring"], context["stamps"] = self.ring.ctypes.data, self.stamps.ctypes.data
         context["done"], context["state"] = self.done.ctypes.data, self.state.ctypes.data
         context["words"], context["failures"] = self.words.ctypes.data, self.failures.ctypes.data
+        context["control"], context["launch"] = self.control.ctypes.data, self.launch.ctypes.data
         context["mask"], context["max_run"] = capacity - 1, min(max_run, capacity)
         self.address = int(self.context.ctypes.data)
         """What the compiled host functions take."""

@@ -134,6 +134,10 @@ class HostPrimitives(Primitives, Protocol):
 
     compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
     call_query: Primitive  # (address of a C function, its pointer argument) -> its int result, as u64
+    call_launch: (
+        Primitive  # (address of cuLaunchKernel, kernel, blocks, threads, stream, arguments) -> as u64
+    )
+    sleep_us: Primitive  # (u64)
 
 
 class Machine(Protocol):

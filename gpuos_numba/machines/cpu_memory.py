@@ -325,6 +325,21 @@ def call_query(typingctx, function, stream):
     return types.uint64(types.uint64, types.uint64), codegen
 
 
+@intrinsic
+def call_launch(typingctx, function, kernel, blocks, threads, stream, arguments):
+    """Call cuLaunchKernel by address, one-dimensional and without dynamic shared memory."""
+
+    def codegen(context, builder, signature, args):
+        function, kernel, blocks, threads, stream, arguments = args
+        kind = ir.FunctionType(_I32, [_I64, *[_I32] * 7, _I64, _I64, _I64])
+        one, none = _I32(1), _I32(0)
+        grid, block = builder.trunc(blocks, _I32), builder.trunc(threads, _I32)
+        values = [kernel, grid, one, one, block, one, one, none, stream, arguments, _I64(0)]
+        return builder.zext(builder.call(_pointer(builder, function, kind), values), _I64)
+
+    return types.uint64(*[types.uint64] * 6), codegen
+
+
 _VECTOR = ir.VectorType(ir.FloatType(), 4)
 
 
@@ -388,6 +403,11 @@ def now_ns(typingctx):
         return builder.add(builder.mul(seconds, _I64(1_000_000_000)), nanoseconds)
 
     return types.uint64(), codegen
+
+
+@njit(nogil=True)
+def sleep_us(duration):
+    _usleep(np.uint32(duration))
 
 
 @njit(nogil=True)

@@ -184,6 +184,10 @@ class CudaMachine:
             ctypes.c_void_p,
             ctypes.c_void_p,
         ]
+        record = self.arrays.launch
+        record["kernel"], record["stream"] = int(self._function), int(self._stream)
+        record["arguments"], record["threads"] = ctypes.addressof(self._arguments), self._threads
+        record["call"] = int(ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0)
         self.stream_query = int(ctypes.cast(library.cuStreamQuery, ctypes.c_void_p).value or 0)
         """Address of cuStreamQuery, for compiled code."""
 

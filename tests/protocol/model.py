@@ -35,6 +35,7 @@ from gpuos_numba.protocol import (
     DEVICE_STATE,
     HOST_CONTEXT,
     HOST_CONTROL,
+    HOST_LAUNCH,
     HOST_STATE,
     HOST_WORDS,
     LAP_SHIFT,
@@ -65,6 +66,7 @@ NAMES = [
     "now",
     "position",
 ]
+LAUNCH_AT = 0x5000000
 RELAXED, ORDERED, PLAIN = 0, 1, 2  # ORDERED: an acquire load, a release store, an acquire-release update
 ORDERS = ("relaxed", "ordered", "plain")
 
@@ -314,10 +316,14 @@ class Machine:
                 "state": at["host_state"],
                 "words": words,
                 "failures": failures,
+                "control": at["host_control"],
+                "launch": LAUNCH_AT,
                 "mask": capacity - 1,
                 "max_run": 256,
             }[name]
             self.constant[host + field(HOST_CONTEXT, name)] = U64(value)
+        # Nothing but Python launches here.
+        self.constant[U64(LAUNCH_AT + field(HOST_LAUNCH, "call"))] = U64(0)
         # The tasks as their producer prepares them: constant, private to the producer.
         self.task_at = U64(0x3000000)
         for number, task in enumerate(self.scenario.tasks):
@@ -488,6 +494,7 @@ class Machine:
         m.copy_async, m.now_ns, m.dispatch = copy_async, now_ns, dispatch
         m.is_plain, m.run_plain = (lambda op_id: False), (lambda tasks, position: position)
         m.divide = lambda a, b: a // b
+        m.call_launch = m.sleep_us = None
         m.pause = lambda spins: None
         # For the host threads of the model only:
         m.observe = lambda position, status: op(OBSERVE, -1, -1, 0, int(position), int(status))
