@@ -1,9 +1,9 @@
 """The lease: who launches the executor, when, and how wide.
 
 A launch parks by itself (device/pump.py, decide). A producer or a waiter that finds nobody serving launches
-(host/ring.py, relaunch; `ensure_served` where only Python can); the keeper thread does the same for tasks that
-nobody waits for, queues a spare launch before the running lease ends, and keeps the heartbeat. It sleeps, in
-compiled code, while the executor is parked.
+(host/ring.py, relaunch; `ensure_served` where only Python can); the keeper thread does the same for tasks
+that nobody waits for, queues a spare launch before the running lease ends, and keeps the heartbeat. It
+sleeps, in compiled code, while the executor is parked.
 """
 
 from __future__ import annotations

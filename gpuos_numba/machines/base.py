@@ -134,9 +134,7 @@ class HostPrimitives(Primitives, Protocol):
 
     compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
     call_query: Primitive  # (address of a C function, its pointer argument) -> its int result, as u64
-    call_launch: (
-        Primitive  # (address of cuLaunchKernel, kernel, blocks, threads, stream, arguments) -> as u64
-    )
+    call_launch: Primitive  # (address of cuLaunchKernel, kernel, blocks, threads, stream, arguments) -> error
     sleep_us: Primitive  # (u64)
 
 
