@@ -656,6 +656,7 @@ def compiled() -> SimpleNamespace:
         "lock_launches": (make_lock_launches, types.void(u64)),
         "unlock_launches": (make_unlock_launches, types.void(u64)),
         "doze": (make_doze, types.void(u64, u64)),
+        "relaunch": (make_relaunch, u64(u64)),
         "retire": (make_retire, types.void(u64)),
         "status_of": (make_status_of, u64(u64, u64)),
         "wait_range": (make_wait_range, pair(u64, u64, u64, u64)),

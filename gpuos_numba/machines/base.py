@@ -136,6 +136,10 @@ class HostPrimitives(Primitives, Protocol):
     call_query: Primitive  # (address of a C function, its pointer argument) -> its int result, as u64
     call_launch: Primitive  # (address of cuLaunchKernel, kernel, blocks, threads, stream, arguments) -> error
     sleep_us: Primitive  # (u64)
+    # With the GIL held, by address:
+    call_read: Primitive  # (DLPack's dltensor_from_py_object_no_sync, PyObject *, DLTensor *) -> 0 if it did
+    call_stream: Primitive  # (DLPack's current_work_stream, device, address for the stream) -> 0 if it did
+    call_nothing: Primitive  # (a function without arguments or result)
 
 
 class Machine(Protocol):

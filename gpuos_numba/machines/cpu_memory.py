@@ -326,6 +326,42 @@ def call_query(typingctx, function, stream):
 
 
 @intrinsic
+def call_read(typingctx, function, object, tensor):
+    """Call `int function(PyObject *, void *)` by address, holding the GIL."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64, _I64])
+        return builder.zext(builder.call(_pointer(builder, args[0], kind), args[1:]), _I64)
+
+    return types.uint64(*[types.uint64] * 3), codegen
+
+
+@intrinsic
+def call_stream(typingctx, function, device, current):
+    """Call `int function(int device_type, int ordinal, void **stream)` by address, holding the GIL."""
+
+    def codegen(context, builder, signature, args):
+        function, device, current = args
+        kind = ir.FunctionType(_I32, [_I32, _I32, _I64])
+        ordinal = builder.trunc(builder.lshr(device, _I64(32)), _I32)
+        values = [builder.trunc(device, _I32), ordinal, current]
+        return builder.zext(builder.call(_pointer(builder, function, kind), values), _I64)
+
+    return types.uint64(*[types.uint64] * 3), codegen
+
+
+@intrinsic
+def call_nothing(typingctx, function):
+    """Call `void function(void)` by address."""
+
+    def codegen(context, builder, signature, args):
+        builder.call(_pointer(builder, args[0], ir.FunctionType(ir.VoidType(), [])), [])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), codegen
+
+
+@intrinsic
 def call_launch(typingctx, function, kernel, blocks, threads, stream, arguments):
     """Call cuLaunchKernel by address, one-dimensional and without dynamic shared memory."""
 
