@@ -465,8 +465,8 @@ class Calls:
             entry["place"][index] = at
         entry["task"] = task.view(np.uint64).reshape(TASK_WORDS)
         slot = digest >> 32
-        while other := int(self._table[slot % TABLE]):
-            stale = self._entries[other - 1]
+        while taken := int(self._table[slot % TABLE]):
+            stale = self._entries[taken - 1]
             if stale["hash"] == digest and stale["token"] == token:
                 break  # what it was before its layouts were overwritten
             slot += 1
