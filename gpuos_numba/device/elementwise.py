@@ -173,36 +173,58 @@ def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_bin
     return plain
 
 
-def make_run_plain(m: Primitives, entries: Sequence[Entry], first_binary: int) -> tuple[Body, Body]:
-    """(`is_plain(op_id)`, `run_plain(tasks, position) -> position`): plain f32 tasks one after another.
+def make_run_plain(
+    m: Primitives, entries: Sequence[Entry], half_entries: Sequence[Entry], binary: int
+) -> tuple[Body, Body]:
+    """(`is_plain(op_id)`, `run_plain(tasks, position) -> position`): plain tasks one after another.
 
-    `entries` have consecutive ids. run_plain runs the staged task at a position, whole, and those linked to
-    it, to the last of its group or until one is not plain, tiled, or waits for something; it answers with the
-    position of the last it ran. The next task's words are loaded while this one's operands fly: between two
-    tasks lie a barrier and little else.
+    `entries` are the functions of f32 and have consecutive ids, `half_entries` those of f16 and bf16, with
+    the ids behind; the first `binary` of each take one operand. run_plain runs the staged task at a position,
+    whole, and those linked to it, to the last of its group or until one is of another kind, tiled, or waits
+    for something; it answers with the position of the last it ran.
     """
-    u64, u32 = m.u64, np.uint32
-    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
-    load_task_u64, load_task_pair = m.load_task_u64, m.load_task_pair
-    lanes = _lanes_f32(m)
-    load, store, load1, store1 = lanes.load, lanes.store, lanes.load1, lanes.store1
-    pick, pick1 = _make_tree(m, entries, 4), _make_tree(m, entries, 1)
-
-    FIRST, LIMIT, BINARY = u64(entries[0].op_id), u64(len(entries)), u32(first_binary)
-    INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
-    LOW_HALF, HALF, TASK_SIZE = u64(0xFFFFFFFF), u64(32), u64(TASK_BYTES)
-    ZERO, ONE, TWO, THREE, FOUR = u64(0), u64(1), u64(2), u64(3), u64(4)
-    FIFTEEN, SIXTEEN, KIND = u64(15), u64(16), u64(DType.F32)
-    LINK, AFTER_ANY = u64(Flag.LINK << 32), u64((Flag.AFTER_0 | Flag.AFTER_1) << 32)
-    SLOT, GROUP_MASK = u64(2 * GROUP - 1), u64(GROUP - 1)
-    NOTHING = m.f32(0)
-    NOTHINGS = (NOTHING,) * 4
-    assert [each.op_id for each in entries] == list(range(entries[0].op_id, entries[-1].op_id + 1))
+    u64, load_task_u64 = m.u64, m.load_task_u64
+    run_f32 = _make_run(m, _lanes_f32(m), entries, binary, False)
+    run_half = _make_run(m, _lanes_half(m), half_entries, binary, True)
+    assert half_entries[0].op_id == entries[-1].op_id + 1
+    FIRST, LIMIT = u64(entries[0].op_id), u64(half_entries[-1].op_id + 1 - entries[0].op_id)
+    HALVES, LOW_HALF = u64(half_entries[0].op_id), u64(0xFFFFFFFF)
+    SLOT, TASK_SIZE = u64(2 * GROUP - 1), u64(TASK_BYTES)
 
     def is_plain(op_id: Any) -> Any:
         return op_id - FIRST < LIMIT
 
-    is_plain = m.device(is_plain)
+    def run_plain(tasks: Any, position: Any) -> Any:
+        if load_task_u64(tasks + (position & SLOT) * TASK_SIZE) & LOW_HALF < HALVES:
+            return run_f32(tasks, position)
+        return run_half(tasks, position)
+
+    return m.device(is_plain), m.device(run_plain)
+
+
+def _make_run(m: Primitives, lanes: _Lanes, entries: Sequence[Entry], binary: int, half: bool) -> Body:
+    """`run(tasks, position) -> position` of one kind. See `make_run_plain`.
+
+    The next task's words are loaded while this one's operands fly: between two tasks lie a barrier and little
+    else.
+    """
+    u64, u32 = m.u64, np.uint32
+    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
+    load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
+    load, store, load1, store1 = lanes.load, lanes.store, lanes.load1, lanes.store1
+    pick, pick1 = _make_tree(m, entries, lanes.count), _make_tree(m, entries, 1)
+
+    FIRST, LIMIT, BINARY = u64(entries[0].op_id), u64(len(entries)), u32(entries[0].op_id + binary)
+    INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
+    DTYPES, LOW_HALF, HALF, TASK_SIZE = u64(offset("dtypes")), u64(0xFFFFFFFF), u64(32), u64(TASK_BYTES)
+    ZERO, ONE, FIFTEEN, SIXTEEN, F32 = u64(0), u64(1), u64(15), u64(16), u64(DType.F32)
+    LANES, REST, SIZE = u64(lanes.count), u64(lanes.count - 1), u64(lanes.bytes)
+    TO_VECTOR = u64(lanes.count.bit_length() - 1)
+    LINK, AFTER_ANY = u64(Flag.LINK << 32), u64((Flag.AFTER_0 | Flag.AFTER_1) << 32)
+    SLOT, GROUP_MASK = u64(2 * GROUP - 1), u64(GROUP - 1)
+    NOTHING = m.f32(0)
+    NOTHINGS = (NOTHING,) * lanes.count
+    assert [each.op_id for each in entries] == list(range(entries[0].op_id, entries[-1].op_id + 1))
 
     def fetch(task: Any) -> Any:
         head, shape = load_task_pair(task)
@@ -211,13 +233,17 @@ def make_run_plain(m: Primitives, entries: Sequence[Entry], first_binary: int) -
 
     fetch = m.device(fetch)
 
-    def run_plain(tasks: Any, position: Any) -> Any:
+    def run(tasks: Any, position: Any) -> Any:
         thread = thread_index()
         width = block_width()
         mine = thread * SIXTEEN
-        fits = width * FOUR
-        head, _, x, y, out, count = fetch(tasks + (position & SLOT) * TASK_SIZE)
+        fits = width * LANES
+        task = tasks + (position & SLOT) * TASK_SIZE
+        head, _, x, y, out, count = fetch(task)
+        kind = F32
         while True:
+            if half:
+                kind = load_task_u32(tasks + (position & SLOT) * TASK_SIZE + DTYPES) & FIFTEEN
             following = position + ONE
             more = head & LINK != ZERO and following & GROUP_MASK != ZERO
             next_head = next_shape = next_x = next_y = next_out = next_count = ZERO
@@ -232,35 +258,35 @@ def make_run_plain(m: Primitives, entries: Sequence[Entry], first_binary: int) -
             index = thread
             if aligned and count <= fits:
                 # At most one vector a thread, the common case: straight ahead.
-                if thread < count >> TWO:
-                    a, b = load(KIND, x + mine), load(KIND, y + mine)
-                    store(KIND, out + mine, pick(op, a, b, NOTHINGS, NOTHING, NOTHING))
-                index += count - (count & THREE)
+                if thread < count >> TO_VECTOR:
+                    a, b = load(kind, x + mine), load(kind, y + mine)
+                    store(kind, out + mine, pick(op, a, b, NOTHINGS, NOTHING, NOTHING))
+                index += count - (count & REST)
             elif aligned:
                 i = mine
-                last = (count - (count & THREE)) * FOUR
+                last = (count - (count & REST)) * SIZE
                 while i < last:
-                    a, b = load(KIND, x + i), load(KIND, y + i)
-                    store(KIND, out + i, pick(op, a, b, NOTHINGS, NOTHING, NOTHING))
+                    a, b = load(kind, x + i), load(kind, y + i)
+                    store(kind, out + i, pick(op, a, b, NOTHINGS, NOTHING, NOTHING))
                     i += width * SIXTEEN
-                index += count - (count & THREE)
+                index += count - (count & REST)
             while index < count:
-                i = index * FOUR
-                a1, b1 = load1(KIND, x + i), load1(KIND, y + i)
-                store1(KIND, out + i, pick1(op, a1, b1, NOTHING, NOTHING, NOTHING))
+                i = index * SIZE
+                a1, b1 = load1(kind, x + i), load1(kind, y + i)
+                store1(kind, out + i, pick1(op, a1, b1, NOTHING, NOTHING, NOTHING))
                 index += width
             if (
                 not more
                 or next_head & AFTER_ANY != ZERO
                 or next_shape >> HALF > ONE
-                or not is_plain(next_head & LOW_HALF)
+                or (next_head & LOW_HALF) - FIRST >= LIMIT
             ):
                 return position
             barrier()  # the next task may read what any thread of this one wrote
             position = following
             head, x, y, out, count = next_head, next_x, next_y, next_out, next_count
 
-    return is_plain, m.device(run_plain)
+    return m.device(run)
 
 
 # --- every dtype ---

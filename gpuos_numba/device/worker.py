@@ -288,8 +288,8 @@ def _make_publish(m: Primitives) -> Body:
                 position = first + index
                 status = load_u32(scratch + STATUSES + index * FOUR)
                 word = ((position + ONE) << SHIFT) | status
-                store_relaxed_sys(host_done + (position & mask) * EIGHT, word)
                 store_relaxed_gpu(device_done + (position & mask) * EIGHT, word)
+                store_relaxed_sys(host_done + (position & mask) * EIGHT, word)
                 store_u32(scratch + STATUSES + index * FOUR, ZERO)
                 index += block_width()
 
@@ -326,7 +326,9 @@ def _make_finish_tiles(m: Primitives) -> Body:
     u64, thread_index = m.u64, m.thread_index
     load_u64, shared_max_u32 = m.load_u64, m.shared_max_u32
     load_relaxed_gpu, store_relaxed_gpu = m.load_relaxed_gpu, m.store_relaxed_gpu
+    store_release_gpu = m.store_release_gpu
     publish = _make_publish(m)
+    DEVICE_DONE, ONE, SHIFT = u64(field(CONTEXT, "device_done")), u64(1), u64(STATUS_SHIFT)
     TILE_COUNTS, TILE_STATUS = u64(field(CONTEXT, "tile_counts")), u64(field(CONTEXT, "tile_status"))
     ZERO, EIGHT, STATUSES = u64(0), u64(8), u64(SCRATCH_STATUS)
 
@@ -337,6 +339,10 @@ def _make_finish_tiles(m: Primitives) -> Body:
             shared_max_u32(scratch + STATUSES, status)
             store_relaxed_gpu(load_u64(context + TILE_COUNTS) + (position & mask) * EIGHT, ZERO)
             store_relaxed_gpu(worst, ZERO)
+            # Release: all tiles' outputs, which count_tile's atomics brought here. What waits for this task
+            # goes on now; publish says it again, after the fence that the host needs and that takes longer.
+            done = load_u64(context + DEVICE_DONE) + (position & mask) * EIGHT
+            store_release_gpu(done, ((position + ONE) << SHIFT) | status)
             publish(context, scratch, mask, position, position)
 
     return m.device(finish_tiles)
