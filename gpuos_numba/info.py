@@ -1,7 +1,7 @@
 """What is here and what is missing: `python -m gpuos_numba info`.
 
-Facts are gathered, findings leave: each says what is so and, where it stops something, what to do. This module
-has to speak where the rest of the package cannot be imported, so it imports what it asks about only then.
+Facts are gathered, findings leave: each says what is so and, where it stops something, what to do. The module
+speaks where the rest of the package cannot be imported, so it imports what it asks about only then.
 """
 
 from __future__ import annotations
