@@ -102,11 +102,17 @@ class Row:
     @staticmethod
     def of(case: Case, system: System, samples_ns: Sequence[float]) -> Row:
         row = Row(case.name, system.name, case.metric, case.unit, why=system.why)
-        if samples_ns and not system.why:
-            p10, median, p90 = np.percentile(np.asarray(samples_ns) / SCALE[case.unit], (10, 50, 90))
-            row.median, row.p10, row.p90 = (float(f"{value:.5g}") for value in (median, p10, p90))
-            row.repeats = len(samples_ns)
+        if not system.why:
+            row.summarize(np.asarray(samples_ns) / SCALE[case.unit])
         return row
+
+    def summarize(self, samples: Any) -> Row:
+        """Set median and spread from samples in the row's unit; none leave it as it is."""
+        if len(samples):
+            p10, median, p90 = np.percentile(samples, (10, 50, 90))
+            self.median, self.p10, self.p90 = (float(f"{value:.5g}") for value in (median, p10, p90))
+            self.repeats = len(samples)
+        return self
 
 
 def baseline(name: str, build: Callable[[], Callable[[], Any]], **settings: Any) -> System:

@@ -19,17 +19,17 @@ def amount(row: Row | None) -> str:
     if row is None:
         return ""
     if row.median is None:
-        return "failed"
+        return "none" if row.metric == "breakeven" else "failed"
     if row.unit in SCALE:
         value = row.median * SCALE[row.unit]
         steps = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 0.0))
         unit, size = next((u, s) for u, s in steps if value >= s)
         return f"{value / (size or 1.0):.3g} {unit}"
-    value = row.median
-    for letter, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 10 * size:
-            return f"{value / size:.3g} {letter} {row.unit}"
-    return f"{value:.4g} {row.unit}"
+    unit = row.unit.removeprefix("1")  # "1/s" reads "M/s"
+    steps = (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 0.0))
+    letter, size = next((letter, size) for letter, size in steps if row.median >= size)
+    space = "" if unit.startswith("/") else " "
+    return f"{row.median / (size or 1.0):.3g} {letter}{space if letter else ''}{unit}"
 
 
 def times(results: Results, case: str, system: str | None, ours: str) -> str:

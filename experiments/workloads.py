@@ -27,7 +27,8 @@ class Workload:
     Attributes:
         operator: by name; also the workload's name.
         make: size -> inputs.
-        eager: what a user of PyTorch writes, over (inputs, out or None); returns the result.
+        eager: what a user of PyTorch writes, over (inputs, out); returns the result.
+        numpy: what a user of NumPy writes, likewise.
         parameters: of the operator.
         dtype: of what is computed, for names.
         tolerance: relative, and absolute of values of about 1.
@@ -36,6 +37,7 @@ class Workload:
     operator: str
     make: Callable[[int], list[np.ndarray]]
     eager: Callable[[Sequence[Any], Any], Any]
+    numpy: Callable[[Sequence[Any], Any], Any]
     parameters: dict[str, Any] = field(default_factory=dict)
     dtype: str = "f32"
     tolerance: float = 1e-4
@@ -57,26 +59,70 @@ def _square(size: int) -> int:
     return max(1, int(size**0.5))
 
 
+def _standardized(x: Any, eps: float = 1e-5) -> Any:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + F32(eps))
+
+
+def _softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _numpy_sdpa(inputs: Sequence[Any], out: Any) -> Any:
+    q, k, v = (each.astype(F32) for each in inputs)
+    return (_softmax(q @ k.swapaxes(-1, -2) * F32(q.shape[-1] ** -0.5)) @ v).astype(F16)
+
+
+def _numpy_gelu(inputs: Sequence[Any], out: Any) -> Any:
+    raise NotImplementedError("NumPy has no erf")
+
+
 WORKLOADS = [
-    Workload("add", lambda n: [normal(n), normal(n) + 3], _out("add")),
-    Workload("sigmoid", lambda n: [normal(n)], _out("sigmoid")),
-    Workload("gelu", lambda n: [normal(n)], _functional("gelu")),
-    Workload("softmax", lambda n: [normal(1, n)], _functional("softmax", -1), {"dim": -1}),
+    Workload(
+        "add",
+        lambda n: [normal(n), normal(n) + 3],
+        _out("add"),
+        lambda i, out: np.add(*i, out=out),
+    ),
+    Workload(
+        "sigmoid",
+        lambda n: [normal(n)],
+        _out("sigmoid"),
+        lambda i, out: np.reciprocal(1 + np.exp(-i[0]), out=out),
+    ),
+    Workload("gelu", lambda n: [normal(n)], _functional("gelu"), _numpy_gelu),
+    Workload(
+        "softmax",
+        lambda n: [normal(1, n)],
+        _functional("softmax", -1),
+        lambda i, out: _softmax(i[0]),
+        {"dim": -1},
+    ),
     Workload(
         "layer_norm",
         lambda n: [normal(1, n)],
         lambda i, out: cuda_torch().nn.functional.layer_norm(i[0], i[0].shape[-1:]),
+        lambda i, out: _standardized(i[0]),
     ),
     Workload(
         "rms_norm",
         lambda n: [normal(1, n)],
         lambda i, out: cuda_torch().nn.functional.rms_norm(i[0], i[0].shape[-1:], None, 1e-6),
+        lambda i, out: i[0] / np.sqrt((i[0] * i[0]).mean(-1, keepdims=True) + F32(1e-6)),
     ),
-    Workload("sum", lambda n: [normal(1, n) + 3], lambda i, out: i[0].sum(-1), {"dim": -1}),
+    Workload(
+        "sum",
+        lambda n: [normal(1, n) + 3],
+        lambda i, out: i[0].sum(-1),
+        lambda i, out: i[0].sum(-1),
+        {"dim": -1},
+    ),
     Workload(
         "matvec",
         lambda n: [normal(_square(n), _square(n), dtype=F16) / F16(16), normal(_square(n), dtype=F16)],
         _out("mv"),
+        lambda i, out: (i[0].astype(F32) @ i[1].astype(F32)).astype(F16),
         {},
         "f16",
         2e-2,
@@ -85,6 +131,7 @@ WORKLOADS = [
         "sdpa",  # 32 heads of 128: n / 4096 keys
         lambda n: [normal(1, 32, side, 128, dtype=F16) for side in (1, n // 4096, n // 4096)],
         _functional("scaled_dot_product_attention"),
+        _numpy_sdpa,
         {},
         "f16",
         1e-2,
@@ -164,13 +211,12 @@ class Calls:
         return run
 
     def numpy(self) -> Callable[[], None]:
-        """NumPy's own spelling is the operator's spec."""
-        spec, parameters = gpuos.operators()[self.workload.operator].spec, self.workload.parameters
-        assert spec is not None
+        numpy = self.workload.numpy
+        numpy(self.inputs[0], self.outs[0])  # not everything can be said
 
         def run() -> None:
             for i in self.order:
-                self.results[i] = spec(*self.inputs[i], **parameters)
+                self.results[i] = numpy(self.inputs[i], self.outs[i])
 
         return run
 
