@@ -3,8 +3,8 @@
 A large kernel alone, beside an executor that is busy with small adds, and beside one that is parked:
 
 - `coexist/gemm`: a product of two square matrices (CUDA: bf16, 8,192; CPU: NumPy, f32, 1,024);
-- `coexist/whole_gpu`: a cooperative kernel, all of whose blocks must be resident at once and wait for each
-  other, as collectives do. CUDA only.
+- `coexist/whole_gpu`: a kernel all of whose blocks must be resident at once because they wait for each other,
+  as those of collectives do: a block of 1,024 threads on every multiprocessor, 100 barriers. CUDA only.
 
 `time` is that of the large kernel, from its launch to its end. `beside/lease` is the default executor,
 `beside/never_exit` the paper's (`lease_s=None`), `beside/parked` an executor without work. A kernel that has
@@ -28,7 +28,7 @@ import typer
 import gpuos_numba as gpuos
 
 from .baselines import cuda_torch
-from .harness import Results, Row, reason
+from .harness import Results, Row, WrongResult, reason
 from .lab import TIMEOUT_S, Lab, Question, command
 from .present import bars
 
@@ -92,40 +92,44 @@ def torch_gemm() -> Large:
 
 
 @cache
-def cooperative_kernel() -> Any:
+def meeting_kernel() -> Any:
     from numba import cuda
 
-    @cuda.jit("void(int64[::1], int64)")
-    def meet(counts, rounds):  # type: ignore[no-untyped-def]
-        grid = cuda.cg.this_grid()
-        for _ in range(rounds):
+    @cuda.jit("void(int32[::1], int32, int32)")
+    def meet(count, first, rounds):  # type: ignore[no-untyped-def]
+        for number in range(rounds):
             if cuda.threadIdx.x == 0:
-                cuda.atomic.add(counts, 0, 1)
-            grid.sync()
+                cuda.atomic.add(count, 0, 1)
+                # An atomic, for a plain load of a polling loop may be hoisted.
+                while cuda.atomic.add(count, 0, 0) - first < (number + 1) * cuda.gridDim.x:
+                    pass
+            cuda.syncthreads()
 
     return meet
 
 
 def whole_gpu() -> Large:
-    """As many blocks as fit at once, meeting 100 times."""
+    """Launched as collectives are, not cooperatively: blocks that find room wait for the others."""
     from numba import cuda
 
-    kernel, rounds, threads = cooperative_kernel(), 100, 1024
-    blocks = kernel.overloads[kernel.signatures[0]].max_cooperative_grid_blocks(threads)
-    counts, stream = cuda.to_device(np.zeros(1, np.int64)), cuda.stream()
-    # Numba's stream is a blocking one; made by PyTorch it does not wait for the default stream.
     torch = cuda_torch()
-    stream = cuda.external_stream(torch.cuda.Stream().cuda_stream)
-    torch_stream = torch.cuda.ExternalStream(int(stream.handle.value))
-    event = torch.cuda.Event()
+    kernel, rounds = meeting_kernel(), 100
+    blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    stream = cuda.external_stream(side.cuda_stream)
+    count = cuda.to_device(np.zeros(1, np.int32))
+    arrived = 0
 
     def launch() -> None:
-        kernel[blocks, threads, stream](counts, rounds)
-        event.record(torch_stream)
+        nonlocal arrived
+        kernel[blocks, 1024, stream](count, arrived, rounds)
+        arrived += blocks * rounds
+        event.record(side)
 
     launch()
     torch.cuda.synchronize()
-    assert int(counts.copy_to_host()[0]) == blocks * rounds
+    if int(count.copy_to_host()[0]) != arrived:
+        raise WrongResult("whole_gpu: the blocks did not all meet")
     return Large("whole_gpu", launch, event.query)
 
 
