@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 01: A first task, and the ring seen from inside
 #
-# One kernel stays resident on the GPU (or a few threads on the CPU). The host writes a 128-byte descriptor into
-# a ring, a worker takes it, runs it, and writes a done word. No launch.
+# One kernel stays resident on the GPU (or a few threads on the CPU). The host writes a 128-byte
+# descriptor into a ring, a worker takes it, runs it, and writes a done word. No launch.
 
 # %%
 import numpy as np
@@ -31,8 +31,9 @@ batch = rt.batch("add", [((a, b), a)])
 # %% [markdown]
 # ## The ring at work
 #
-# A small ring, a producer that submits far more tasks than it has slots, and meanwhile snapshots of the words
-# that host, pump and workers share (`gpuos_numba/protocol.py`). These are the real words, read while it runs.
+# A small ring, a producer that submits far more tasks than it has slots, and meanwhile snapshots of the
+# words that host, pump and workers share (`gpuos_numba/protocol.py`). These are the real words, read
+# while it runs.
 
 # %%
 import threading
@@ -101,8 +102,8 @@ try:
 except ImportError:  # run as a script
     HTML = str
 
-moving = [i for i in range(1, len(states)) if (states[i] != states[i - 1]).any()][:40] or [0]
-figure, axes = plt.subplots(figsize=(4.5, 4.5))
+moving = [i for i in range(1, len(states)) if (states[i] != states[i - 1]).any()][:25] or [0]
+figure, axes = plt.subplots(figsize=(4.5, 4.5), dpi=60)
 axes.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), aspect="equal")
 axes.axis("off")
 angles = np.linspace(0, 2 * np.pi, CAPACITY, endpoint=False)
@@ -130,8 +131,8 @@ plt.close(figure)
 movie
 
 # %% [markdown]
-# What to see: positions only grow, slots are reused, nothing is overwritten before it is retired. The same over
-# time, a line a slot:
+# What to see: positions only grow, slots are reused, nothing is overwritten before it is retired. The
+# same over time, a line a slot:
 
 # %%
 figure, axes = plt.subplots(figsize=(9, 3))
@@ -142,8 +143,8 @@ plt.show()
 # %% [markdown]
 # ## The lease
 #
-# The executor does not hold the GPU for ever: it parks when it is idle, when its lease ends, or when asked; the
-# next submission launches it again. That is why `torch.cuda.synchronize()` beside it returns.
+# The executor does not hold the GPU for ever: it parks when it is idle, when its lease ends, or when
+# asked; the next submission launches it again. That is why `torch.cuda.synchronize()` beside it returns.
 
 # %%
 rt.park()

@@ -72,7 +72,7 @@ def measure(op, size, dependent):
 
 def show(op="add", size=1024, dependent=False):
     found = measure(op, size, dependent)
-    figure, axes = plt.subplots(figsize=(7, 0.6 * len(found) + 0.8))
+    _, axes = plt.subplots(figsize=(7, 0.6 * len(found) + 0.8))
     axes.barh(list(found), list(found.values()), color=[f"C{i}" for i in range(len(found))])
     for place, value in enumerate(found.values()):
         axes.text(value, place, f" {value:,.0f} ns", va="center")

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 03: Inject an operator, mend it, roll back
 #
-# New element-wise operators enter a running executor: nobody pauses, and every change moves a version counter.
-# Text is parsed against an allow-list and never evaluated as Python.
-
+# New element-wise operators enter a running executor: nobody pauses, and every change moves a version
+# counter. Text is parsed against an allow-list and never evaluated as Python.
 # %%
 import numpy as np
 
@@ -23,9 +22,8 @@ def run(name):
 # %% [markdown]
 # ## Inject
 #
-# An expression, or a small Python function, which is read and never called. This one has a mistake: it should
-# be `x * sigmoid(x)`.
-
+# An expression, or a small Python function, which is read and never called. This one has a mistake: it
+# should be `x * sigmoid(x)`.
 # %%
 rt.inject("swish", "x + sigmoid(x)", replace=True)
 history.append(("inject with a mistake", rt.stats().generation))
@@ -35,7 +33,6 @@ run("swish")
 # ## Hot-fix
 #
 # Tasks that were submitted before keep the operator they were submitted with.
-
 # %%
 before = rt.submit("swish", [x])
 
@@ -56,7 +53,6 @@ np.testing.assert_allclose(testing.to_host(after.result()), host / (1 + np.exp(-
 # ## Roll back, and watch the counter
 #
 # A rollback is a change like any other: the counter goes on.
-
 # %%
 print("rolled back:", rt.rollback())
 history.append(("roll back", rt.stats().generation))
@@ -78,7 +74,6 @@ plt.show()
 # ## What is refused
 #
 # Whatever is outside of the language, with the place and the remedy, and before anything changes.
-
 # %%
 generation = rt.stats().generation
 for text in ("__import__('os').system('true')", "x.__class__", "[x for x in y]", "x ** ", "undefined(x)"):

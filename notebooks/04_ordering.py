@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 04: Ordering
 #
-# Two tasks that touch the same memory need an order. Say it with `after=`, or link a batch: then each task runs
-# after the one before, and neighbours run in one block, without a hop between multiprocessors.
-
+# Two tasks that touch the same memory need an order. Say it with `after=`, or link a batch: then each
+# task runs after the one before, and neighbours run in one block, without a hop between multiprocessors.
 # %%
 import time
 
@@ -24,7 +23,6 @@ def device(*shape, value=0.0):
 # ## `after=`
 #
 # A diamond: two independent tasks, and one that needs both. At most two tickets a task.
-
 # %%
 x, left, right, joined = device(1024, value=3), device(1024), device(1024), device(1024)
 doubled = rt.add(x, x, out=left)
@@ -35,9 +33,8 @@ assert (testing.to_host(joined) == 3 * 3 - 6).all()
 # %% [markdown]
 # ## Linked batches
 #
-# `x = x + 1`, 1,000 times. As a linked batch that is one submission; the sum is exact, for no task was lost and
-# none overtook another.
-
+# `x = x + 1`, 1,000 times. As a linked batch that is one submission; the sum is exact, for no task was
+# lost and none overtook another.
 # %%
 x, one = device(256), device(256, value=1)
 chain = rt.batch("add", [((x, one), x)] * 1000)
@@ -49,7 +46,6 @@ assert (testing.to_host(x) % 1000 == 0).all()
 # ## What order costs
 #
 # The same tasks, linked and not, on arrays of their own.
-
 # %%
 arrays = [device(256) for _ in range(64)]
 batch = rt.batch("add", [((y, one), y) for y in arrays] * 32)
@@ -77,7 +73,6 @@ found
 # ## Chains side by side
 #
 # A linked batch each: every chain is in order, and different chains run in parallel.
-
 # %%
 ys = [device(256) for _ in range(16)]
 chains = [rt.batch("add", [((y, one), y)] * 50) for y in ys]
@@ -89,5 +84,5 @@ assert all((testing.to_host(y) == 50).all() for y in ys)
 # %% [markdown]
 # ## Programs and traces
 #
-# To come with the versions that have them: a recorded sequence submitted again with new arrays in one call, and
-# its trace in Perfetto.
+# To come with the versions that have them: a recorded sequence submitted again with new arrays in one
+# call, and its trace in Perfetto.

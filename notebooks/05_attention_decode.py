@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 05: One decode step of attention
 #
-# A token through one attention layer of a small Llama-like model: norm, projections, rotary embedding, cache,
-# attention, output projection, residual. Nine tasks from gpuos operators, against the same in PyTorch if it is
-# installed, else in NumPy.
+# A token through one attention layer of a small Llama-like model: norm, projections, rotary embedding,
+# cache, attention, output projection, residual. Nine tasks from gpuos operators, against the same in
+# PyTorch if it is installed, else in NumPy.
 
 # %%
 import time
@@ -152,8 +152,8 @@ print(f"{STEPS} tokens, largest difference {worst:.1e}")
 # %% [markdown]
 # ## Time per token
 #
-# From Python, one task after another: here a call costs its checks. Prepared batches and programs avoid them
-# (`experiments/attention_decode.py`).
+# From Python, one task after another: here a call costs its checks. Prepared batches and programs avoid
+# them (`experiments/attention_decode.py`).
 
 
 # %%

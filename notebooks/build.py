@@ -1,6 +1,6 @@
 """Make the .ipynb files from the .py ones beside them: `python notebooks/build.py [--execute]`
 
-With --execute the outputs are those of this machine; without, a notebook whose cells are unchanged keeps its own.
+With --execute the outputs are those of this machine; without, unchanged notebooks keep theirs.
 Needs the packages of the `notebooks` extra.
 """
 
