@@ -92,4 +92,4 @@ class Producer:
         host: int = self.rt._address
         sent = self.burst(host, task, self.count, until, ranges, at_gate, at_times)
         if sent != self.count:
-            raise RuntimeError(f"{sent} of {self.count} tasks were submitted: the ring was full")
+            raise RuntimeError(f"{sent} of {self.count} tasks were submitted, then the ring was full")

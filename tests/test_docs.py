@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,3 +30,10 @@ def test_links_within_the_repository_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if not (document.parent / link).exists()]
     assert not missing
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    (example,) = re.findall(r"## Example\n\n```python\n(.*?)```", DOCUMENTS[0].read_text("utf-8"), re.S)
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert (names["a"] == np.arange(1024)).all() and (names["c"] == np.arange(1024)).all()
