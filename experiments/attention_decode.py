@@ -36,12 +36,16 @@ Shape = tuple[int, int, int]
 """(heads, head_dim, keys)"""
 
 
-def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """softmax(q k^T / sqrt(d)) v in f64: [heads, d], [heads, keys, d], [heads, keys, d] -> [heads, d]."""
-    q, k, v = (each.astype(np.float64) for each in (query, keys, values))
-    scores = np.einsum("hd,hkd->hk", q, k) / np.sqrt(q.shape[-1])
+def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """softmax(q k^T / sqrt(d)) v in f64, of each query over so many keys.
+
+    [steps, heads, d], [heads, keys, d], [heads, keys, d] -> [steps, heads, d].
+    """
+    q, k, v = (each.astype(np.float64) for each in (queries.swapaxes(0, 1), keys, values))
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    scores[:, np.arange(k.shape[1])[None] >= np.asarray(lengths)[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.asarray(np.einsum("hk,hkd->hd", weights / weights.sum(-1, keepdims=True), v))
+    return np.asarray((weights / weights.sum(-1, keepdims=True) @ v).swapaxes(0, 1))
 
 
 class Decode:
@@ -68,12 +72,7 @@ class Decode:
         self.empty = np.full((steps, 1, heads, 1, dim), np.nan, F16)
         self.outs = lab.device(self.empty)
         self.results: list[Any] = [None] * steps  # of PyTorch, whose attention takes no out=
-        self.expected = np.stack(
-            [
-                attend(queries[i], self.all_keys[:, :length], self.all_values[:, :length])
-                for i, length in enumerate(self.lengths)
-            ]
-        )
+        self.expected = attend(queries, self.all_keys, self.all_values, self.lengths)
 
     def case(self, name: str, systems: list[System]) -> Case:
         return Case(name, systems, self.poison, self.read, self.expected, RELATIVE, ABSOLUTE,

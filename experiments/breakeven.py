@@ -27,6 +27,7 @@ SIZES = [1 << power for power in range(8, 23, 2)]
 KEYS = [4096 * keys for keys in (16, 64, 256, 1024, 4096)]
 COUNT = 200
 ELEMENTS = 1 << 26  # read in one run at most, so fewer calls when they are big
+DISTINCT_ELEMENTS = 1 << 22  # in the arrays of a case, which fit into the L2 cache and are soon compared
 COMPETITORS = ("numpy", "eager", "graph")
 
 
@@ -38,9 +39,10 @@ def sizes_of(workload: Workload, lab: Lab) -> Sequence[int]:
 def cases(lab: Lab, workload: Workload, size: int) -> list[Case]:
     elements = ELEMENTS if lab.cuda else ELEMENTS >> 5
     count = max(4, min(COUNT if lab.cuda else COUNT // 4, elements // size))
+    distinct = max(1, min(count, 16, DISTINCT_ELEMENTS // size))
     found = []
     for variant in ("", "/dependent"):
-        calls = Calls(lab, workload, [size] * min(count, 16), count, linked=bool(variant))
+        calls = Calls(lab, workload, [size] * distinct, count, linked=bool(variant))
         # Launches in a stream follow each other either way: competitors are measured once a case.
         systems = [calls.ours(), *calls.others(COMPETITORS)]
         found.append(calls.case(f"breakeven/{workload.operator}/{size}/{workload.dtype}{variant}", systems))

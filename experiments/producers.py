@@ -27,13 +27,14 @@ def compiled_burst() -> Callable[..., int]:
     from numba import njit, types
 
     u64, submit = types.uint64, ring.compiled().submit
-    now_ns, load, store = m.now_ns, m.load_acquire_sys, m.store_u64
+    now_ns, load, store, pause = m.now_ns, m.load_acquire_sys, m.store_u64, m.pause
     ZERO, ONE, SIXTEEN, EIGHT = u64(0), u64(1), u64(16), u64(8)
+    YIELD = u64(100)  # so many spins give the core away: there may be fewer cores than producers
 
     @njit("uint64(uint64, uint64, uint64, uint64, uint64, uint64, uint64)", nogil=True)
     def burst(host, task, count, until_ns, ranges, gate, times):  # type: ignore[no-untyped-def]
         while load(gate) == ZERO:
-            pass
+            pause(YIELD)
         done = ZERO
         while done < count:
             store(times + done * SIXTEEN, now_ns())

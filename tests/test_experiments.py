@@ -86,9 +86,7 @@ def test_producers_in_machine_code_lose_no_task(lab: Lab, monkeypatch: pytest.Mo
     assert all(row.median for row in rows)
 
 
-def test_a_burst_whose_sums_are_wrong_stops_the_experiment(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_burst_whose_sums_are_wrong_stops_the_experiment(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "TASKS", 64)
     producers = contention.Producers(lab, 1)
     producers.expected = producers.expected + 1
