@@ -245,7 +245,11 @@ def _judge_driver(facts: Facts) -> list[Finding]:
     found = []
     if facts.driver_error is not None:
         found.append(
-            Finding("driver", facts.driver_error, "with a GPU: install NVIDIA's driver 525 or newer")
+            Finding(
+                "driver",
+                facts.driver_error,
+                "with a GPU: install NVIDIA's driver, 525 for CUDA 12 or 580 for CUDA 13",
+            )
         )
     elif facts.driver_cuda is not None:
         serves = f"CUDA {facts.driver_cuda[0]}.{facts.driver_cuda[1]}"
