@@ -46,6 +46,7 @@ class System:
         every: takes part in each `every`-th round only; for dear ones.
         required: let its exceptions through.
         why: it cannot run here, and this is the reason.
+        read: where this system leaves its results elsewhere than `Case.read` looks.
     """
 
     name: str
@@ -57,6 +58,7 @@ class System:
     every: int = 1
     required: bool = False
     why: str = ""
+    read: Callable[[], np.ndarray] | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Case:
         read: copies the outputs to the host.
         expected: what `read` must give, from the NumPy spec; None where there is no output.
         tolerance: relative; 0 means bit for bit, NaN equal to NaN.
+        absolute: allowed besides, where `tolerance` is not 0.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Case:
     read: Callable[[], np.ndarray] | None = None
     expected: np.ndarray | None = None
     tolerance: float = 0.0
+    absolute: float = 0.0
     metric: str = "time_per_op"
     unit: str = "ns"
 
@@ -98,17 +102,25 @@ class Row:
     @staticmethod
     def of(case: Case, system: System, samples_ns: Sequence[float]) -> Row:
         row = Row(case.name, system.name, case.metric, case.unit, why=system.why)
-        if samples_ns and not system.why:
-            p10, median, p90 = np.percentile(np.asarray(samples_ns) / SCALE[case.unit], (10, 50, 90))
-            row.median, row.p10, row.p90 = (float(f"{value:.5g}") for value in (median, p10, p90))
-            row.repeats = len(samples_ns)
+        if not system.why:
+            row.summarize(np.asarray(samples_ns) / SCALE[case.unit])
         return row
+
+    def summarize(self, samples: Any) -> Row:
+        """Set median and spread from samples in the row's unit; none leave it as it is."""
+        if len(samples):
+            p10, median, p90 = np.percentile(samples, (10, 50, 90))
+            self.median, self.p10, self.p90 = (float(f"{value:.5g}") for value in (median, p10, p90))
+            self.repeats = len(samples)
+        return self
 
 
 def baseline(name: str, build: Callable[[], Callable[[], Any]], **settings: Any) -> System:
     """A competitor that may be missing here: whatever stops `build` becomes its reason."""
     try:
         return System(name, build(), **settings)
+    except WrongResult:
+        raise
     except Exception as error:  # any failure of somebody else's code is a row, not an end
         return System(name, None, why=reason(error))
 
@@ -142,12 +154,13 @@ def verify(case: Case, system: System) -> None:
     case.poison()
     system.before()
     system.run()
-    if case.read is None or case.expected is None:
+    read = system.read or case.read
+    if read is None or case.expected is None:
         return
-    got, want = case.read(), case.expected
+    got, want = read(), case.expected
     right = (got == want) | (np.isnan(got) & np.isnan(want))
     if case.tolerance:
-        right |= np.isclose(got, want, rtol=case.tolerance, atol=0.0)
+        right |= np.isclose(got, want, rtol=case.tolerance, atol=case.absolute)
     if not right.all():
         at = tuple(int(i) for i in np.argwhere(~right)[0])
         raise WrongResult(

@@ -22,7 +22,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +35,8 @@ import gpuos_numba as gpuos
 
 from .baselines import COMPETITORS, OUTPUTS, Call, DeviceSlab, HostSlab, Run, expected, views
 from .harness import Case, Results, Row, System, baseline, measure
+from .lab import MachineChoice
+from .present import amount, times
 
 SIZES, QUICK_SIZES = (64, 256, 1024, 4096, 16384, 65536), (1024, 16384)
 ROUNDS, QUICK_ROUNDS = 30, 5
@@ -46,14 +47,6 @@ POOL, POOL_BYTES = 500, 24 << 20  # distinct calls, fewer when they are big
 EVERY = {"numba": 5, "graph/recapture": 5}  # tens of milliseconds a run: in each fifth round
 TIMEOUT_S = 60.0
 SWEPT = ("independent", "dependent", "variable")
-
-
-class MachineChoice(StrEnum):
-    """For the command line."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 @dataclass(slots=True)
@@ -278,21 +271,6 @@ def new_shapes(results: Results) -> str:
     ratios = [(case, results.ratio(case.removesuffix("/stable"), ours, ours, case)) for case in stable]
     text = ", ".join(f"{ratio:.2f} ({case.split('/')[1]})" for case, ratio in ratios)
     return f"{ours}, time with new shapes / with stable shapes: {text}"
-
-
-def amount(row: Row | None) -> str:
-    """Three digits and the unit a person reads at once."""
-    if row is None:
-        return ""
-    if row.median is None:
-        return "failed"
-    unit, size = next((u, s) for u, s in (("ms", 1e6), ("µs", 1e3), ("ns", 0.0)) if row.median >= s)
-    return f"{row.median / (size or 1.0):.3g} {unit}"
-
-
-def times(results: Results, case: str, system: str | None, ours: str) -> str:
-    ratio = results.ratio(case, system, ours) if system else None
-    return f"{ratio:.3g}x" if ratio else ""
 
 
 def plot(results: Results, path: Path) -> None:

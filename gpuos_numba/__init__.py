@@ -18,27 +18,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import testing
-from .config import Config
-from .descriptor import DType, Status
-from .device.operators import TABLE, Operator
-from .errors import (
-    ArgumentError,
-    ClosedError,
-    DeviceError,
-    DTypeError,
-    ExpressionError,
-    GpuosError,
-    HangError,
-    IntegrityError,
-    MachineError,
-    QueueFull,
-    TaskError,
-    UnknownOperatorError,
-    WaitTimeout,
-)
-from .host.completion import Ticket
-from .runtime import Batch, Runtime, Stats
+from .info import numpy_problem, running_as_program, version_of
+
+_problem = numpy_problem(version_of("numpy")) if version_of("numpy") else None
+if _problem is not None and not running_as_program():
+    raise ImportError(_problem)
+if _problem is None:  # otherwise __main__ says what is wrong
+    from . import testing
+    from .config import Config
+    from .descriptor import DType, Status
+    from .device.operators import TABLE, Operator
+    from .errors import (
+        ArgumentError,
+        ClosedError,
+        DeviceError,
+        DTypeError,
+        ExpressionError,
+        GpuosError,
+        HangError,
+        IntegrityError,
+        MachineError,
+        QueueFull,
+        TaskError,
+        UnknownOperatorError,
+        WaitTimeout,
+    )
+    from .host.completion import Ticket
+    from .runtime import Batch, Runtime, Stats
 
 __version__ = "0.1.0"
 

@@ -1,9 +1,16 @@
-"""`python -m gpuos_numba`: what the operator table holds, and what injection keeps on disk."""
+"""`python -m gpuos_numba`: what is here, what the operator table holds, what injection leaves on disk."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Annotated, Any
+
+from . import info as found
+
+if found.numpy_problem(found.version_of("numpy")) is not None:  # nothing else can be imported
+    found.show(found.gather())
+    sys.exit(1)
 
 import typer
 from rich.console import Console
@@ -83,6 +90,21 @@ def ops(
                 row["tiling"],
             )
         console.print(table)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Plain data instead of a table.")] = False,
+) -> None:
+    """Say what was found: GPU, driver, toolchain, versions, cache, and how to mend what is missing.
+
+    The exit status is 1 where no Runtime can run.
+    """
+    facts = found.gather()
+    if as_json:
+        typer.echo(json.dumps(found.as_data(facts), indent=2))
+    elif not found.show(facts):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
