@@ -151,6 +151,42 @@ CAUGHT = [
         "if ONE == ZERO:",
         "lease, one worker",
     ),
+    # ---- what is withheld
+    change(
+        "withheld: passed all the same",
+        PUMP,
+        "            if stamp != position + ONE:",
+        "            if stamp != position + ONE and stamp != (position + ONE) ^ HELD_BIT:",
+        "withheld",
+    ),
+    change(
+        "withheld: nobody is wanted, whatever comes next",
+        RING,
+        "            if stamp == (cursor + ONE) ^ HELD_BIT:\n                return ZERO",
+        "            return ZERO",
+        "withheld",
+    ),
+    change(
+        "watch: does not ask for a launch",
+        RING,
+        "            if load_acquire_sys(stamps + (cursor & mask) * EIGHT) == cursor + ONE:",
+        "            if ONE == ZERO:",
+        "withheld",
+    ),
+    change(
+        "watch: ends before the withheld task",
+        RING,
+        "            if cursor - last < TOP_BIT:",
+        "            if cursor + ONE - last < TOP_BIT:",
+        "withheld",
+    ),
+    change(
+        "hold: the slot is not filled",
+        RING,
+        "        store_u64(task + RUN_AT, RUN_AND_TILES)\n        # Release: the task is",
+        "        # Release: the task is",
+        "withheld",
+    ),
     # ---- retire
     change(
         "retire without the lock",
@@ -449,9 +485,9 @@ HARMLESS = [
             "parked, then enqueued",
             RING,
             "        enqueued = load_acquire_sys(load_u64(host + WORDS) + ENQUEUED)\n"
-            "        if load_acquire_sys(load_u64(host + STATE) + PARKED_AT) == enqueued:",
+            "        if load_acquire_sys(load_u64(host + STATE) + PARKED_AT) != enqueued:",
             "        parked = load_acquire_sys(load_u64(host + STATE) + PARKED_AT)\n"
-            "        if load_acquire_sys(load_u64(host + WORDS) + ENQUEUED) == parked:",
+            "        if load_acquire_sys(load_u64(host + WORDS) + ENQUEUED) != parked:",
             "one task, unwatched",
         ),
         "either order is right while a launch looks at the ring before it idles out",
@@ -475,6 +511,36 @@ HARMLESS = [
         ),
         "the launch ends only after what it handed out, so nothing is lost; but a long task would park its "
         "launch again and again",
+    ),
+    (
+        change(
+            "withheld: a launch is asked for all the same",
+            RING,
+            "            if stamp == (cursor + ONE) ^ HELD_BIT:\n                return ZERO",
+            "            if ONE == ZERO:\n                return ZERO",
+            "withheld",
+        ),
+        "the launch finds nothing that it may take and parks, in the way of what the task waits for",
+    ),
+    (
+        change(
+            "withheld: parked without another look",
+            PUMP,
+            "if reason == IDLE or reason == HELD_BACK:",
+            "if reason == IDLE:",
+            "withheld",
+        ),
+        "the watch asks for another launch",
+    ),
+    (
+        change(
+            "hold: marked without release",
+            RING,
+            "store_release_sys(load_u64(host + STAMPS) + (position & mask) * EIGHT, (position + ONE) ^",
+            "m.store_relaxed_sys(load_u64(host + STAMPS) + (position & mask) * EIGHT, (position + ONE) ^",
+            "stores late: withheld",
+        ),
+        "whoever opens the task is told of it after this, by means that order as much",
     ),
     (
         change(

@@ -22,6 +22,10 @@ TICK_S = 0.005
 """The keeper's period where no lease asks for a shorter one. The pump gives a silent host 2 s."""
 
 
+ASLEEP_TICKS = 50
+"""While the executor is parked the keeper comes back after so many ticks, for who looks at the board."""
+
+
 class Keeper:
     """Launches of one executor."""
 
@@ -41,6 +45,7 @@ class Keeper:
         self._control["lease_ns"] = int((config.lease_s or 0) * 1e9)
         idle_s = 0.0 if config.idle_s is None else max(config.idle_s, machine.idle_floor_s)
         self._control["idle_ns"] = int(idle_s * 1e9)
+        self._control["hold_ns"] = int(max(config.hold_s, machine.idle_floor_s) * 1e9)
         self.error: BaseException | None = None
         """Why the last launch failed, if it did."""
         # The thread must not keep a forgotten Runtime alive: it holds the keeper and a weak `tidy`.
@@ -56,6 +61,11 @@ class Keeper:
     def parked(self) -> bool:
         """Nobody serves, and no launch is on its way."""
         return int(self._parked[0]) == int(self._enqueued[0])
+
+    @property
+    def withheld(self) -> bool:
+        """Parked before a task that waits for a stream: a launch could do nothing."""
+        return self.parked and not self._host.nobody_serves(self._address)
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
@@ -77,7 +87,7 @@ class Keeper:
         if not self.parked:
             return
         with self._deciding():
-            if self._allowed() and self.parked:
+            if self._allowed() and self.parked and not self.withheld:
                 self._launch()
 
     def _launch(self) -> None:
@@ -108,18 +118,19 @@ class Keeper:
         if self._unserved():
             self.ensure_served()
 
-    def stop(self) -> None:
-        """End the keeper thread and launch no more."""
+    def stop(self) -> bool:
+        """End the keeper thread and launch no more. Returns whether it has ended."""
         with self._deciding():
             self._closing[0] = 1
             self._control["park_request"] = self.launches
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def _keep(self) -> None:
         claimed = -1
         while True:
-            self._host.doze(self._address, self._tick_us)
+            self._host.doze(self._address, self._tick_us, ASLEEP_TICKS)
             if self._closing[0]:
                 return
             self._control["heartbeat"] += 1
