@@ -85,6 +85,24 @@ def test_the_executor_parks_before_a_withheld_task_and_submitting_more_does_not_
     assert cpu.stats().launches > launches
 
 
+def test_what_stands_behind_a_withheld_task_does_not_widen_a_launch() -> None:
+    a, b = numbers(2)
+    with Runtime("cpu", workers=3, quiet_workers=1) as rt:
+        gate = Gate(rt)
+        until(lambda: rt.stats().parked)
+        first = rt.add(a, b)
+        second = Gate(rt)
+        tickets = [rt.add(a, b) for _ in range(100)]
+        gate.open()
+        first.wait(TIMEOUT_S)
+        assert rt.stats().workers == 1
+        until(lambda: rt.stats().parked)
+        second.open()
+        for ticket in tickets:
+            ticket.wait(TIMEOUT_S)
+        assert rt.stats().workers == 3
+
+
 def test_a_task_that_nobody_waits_for_runs_when_its_position_is_opened(cpu: Runtime) -> None:
     a, b = numbers(2)
     out = np.zeros(8, np.float32)

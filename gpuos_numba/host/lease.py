@@ -79,6 +79,10 @@ class Keeper:
     def _unserved(self) -> bool:
         return int(self._claimed[0]) != int(self._ingested[0])
 
+    def _is_watched(self) -> bool:
+        """host/watch.py sees to launches."""
+        return (int(self._ingested[0]) - int(self._words["watched"][0])) & MASK_64 >= 1 << 63
+
     def _allowed(self) -> bool:
         return not self._holds[0] and not self._closing[0]
 
@@ -92,9 +96,8 @@ class Keeper:
 
     def _launch(self) -> None:
         """What `host.ring.make_relaunch` does, for machines and threads where only Python can launch."""
-        backlog = (int(self._claimed[0]) - int(self._ingested[0])) & MASK_64
         quiet, most = self._machine.quiet_workers, self._machine.max_workers
-        narrow = quiet < most and backlog <= 2 * quiet
+        narrow = quiet < most and self._host.backlog(self._address, 2 * quiet) <= 2 * quiet
         # A narrow launch parks early when work piles up; whoever notices launches again, wide.
         self._control["widen_at"] = 4 * quiet if narrow else 0
         # Counted before it runs: a launch that parks before it is counted would look like one still to come.
@@ -143,7 +146,12 @@ class Keeper:
                 if self.parked:
                     if self._unserved():
                         self.ensure_served()
-                elif self._leased and claimed != before and self._state["begun"][0] == self.launches:
+                elif (
+                    self._leased
+                    and claimed != before
+                    and self._state["begun"][0] == self.launches
+                    and not self._is_watched()  # a spare would begin where the next task is withheld
+                ):
                     with self._deciding():
                         if self._allowed():
                             self._launch()  # the spare: begins when the lease that runs is over

@@ -171,6 +171,41 @@ def make_unlock_launches(m: HostPrimitives) -> Body:
 
 
 @cache
+def make_backlog(m: HostPrimitives) -> Body:
+    """`backlog(host, enough)` -> tasks that wait for a launch; where some are withheld, those before them.
+
+    More than `enough` is not told apart then. What stands behind a withheld task must not widen a launch: it
+    would only be in the way of what that task waits for.
+    """
+    u64 = m.u64
+    load_u64, load_relaxed_sys, load_acquire_sys = m.load_u64, m.load_relaxed_sys, m.load_acquire_sys
+    STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    STAMPS, MASK = u64(field(HOST_CONTEXT, "stamps")), u64(field(HOST_CONTEXT, "mask"))
+    CLAIMED, GATED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "gated"))
+    INGESTED = u64(field(HOST_STATE, "ingested"))
+    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
+
+    def backlog(host: Any, enough: Any) -> Any:
+        words = load_u64(host + WORDS)
+        claimed = load_acquire_sys(words + CLAIMED)
+        ingested = load_acquire_sys(load_u64(host + STATE) + INGESTED)
+        count = claimed - ingested
+        if load_relaxed_sys(words + GATED) != ZERO:
+            stamps = load_u64(host + STAMPS)
+            mask = load_u64(host + MASK)
+            ready = ZERO
+            while ready < count and ready <= enough:
+                position = ingested + ready
+                if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:
+                    break
+                ready += ONE
+            count = ready
+        return count
+
+    return m.device(backlog)
+
+
+@cache
 def make_relaunch(m: HostPrimitives) -> Body:
     """`relaunch(host) -> 0`, or 1 where Python must launch: see that somebody serves, if that is allowed.
 
@@ -179,12 +214,12 @@ def make_relaunch(m: HostPrimitives) -> Body:
     """
     u64 = m.u64
     nobody_serves, unlock_launches = make_nobody_serves(m), make_unlock_launches(m)
+    backlog = make_backlog(m)
     load_u64, load_acquire_sys, store_release_sys = m.load_u64, m.load_acquire_sys, m.store_release_sys
     store_relaxed_sys, compare_and_swap, call_launch = m.store_relaxed_sys, m.compare_and_swap, m.call_launch
-    STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    WORDS = u64(field(HOST_CONTEXT, "words"))
     LAUNCH, CONTROL = u64(field(HOST_CONTEXT, "launch")), u64(field(HOST_CONTEXT, "control"))
-    CLAIMED, ENQUEUED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "enqueued"))
-    INGESTED, WIDEN_AT = u64(field(HOST_STATE, "ingested")), u64(field(HOST_CONTROL, "widen_at"))
+    ENQUEUED, WIDEN_AT = u64(field(HOST_WORDS, "enqueued")), u64(field(HOST_CONTROL, "widen_at"))
     HOLDS, CLOSING = u64(field(HOST_LAUNCH, "holds")), u64(field(HOST_LAUNCH, "closing"))
     CALL, KERNEL = u64(field(HOST_LAUNCH, "call")), u64(field(HOST_LAUNCH, "kernel"))
     STREAM, ARGUMENTS = u64(field(HOST_LAUNCH, "stream")), u64(field(HOST_LAUNCH, "arguments"))
@@ -210,11 +245,8 @@ def make_relaunch(m: HostPrimitives) -> Body:
             words = load_u64(host + WORDS)
             quiet = load_u64(launch + QUIET)
             workers = load_u64(launch + MOST)
-            claimed = load_acquire_sys(words + CLAIMED)
-            ingested = load_acquire_sys(load_u64(host + STATE) + INGESTED)
-            backlog = claimed - ingested
             widen_at = ZERO
-            if quiet < workers and backlog <= quiet * TWO:
+            if quiet < workers and backlog(host, quiet * TWO) <= quiet * TWO:
                 workers = quiet
                 widen_at = quiet * FOUR
             # A narrow launch parks early when work piles up; whoever notices launches again, wide.
@@ -671,10 +703,11 @@ def make_stand_watch(m: HostPrimitives) -> Body:
     Coming back from Python would take the GIL, and from sleep a wake.
     """
     u64 = m.u64
-    watch, load_u64, load_relaxed_sys, pause = make_watch(m), m.load_u64, m.load_relaxed_sys, m.pause
+    watch, now_ns, pause = make_watch(m), m.now_ns, m.pause
+    load_u64, load_relaxed_sys = m.load_u64, m.load_relaxed_sys
     STATE, INGESTED = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_STATE, "ingested"))
     WORDS, WATCHED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "watched"))
-    ZERO, ONE, TOP_BIT, LINGER, ANSWER_DONE = u64(0), u64(1), u64(1 << 63), u64(2000), u64(DONE)
+    ZERO, ONE, TOP_BIT, LINGER, ANSWER_DONE = u64(0), u64(1), u64(1 << 63), u64(1_000_000), u64(DONE)
 
     def stand_watch(host: Any, until_ns: Any) -> Any:
         ingested = load_u64(host + STATE) + INGESTED
@@ -684,8 +717,13 @@ def make_stand_watch(m: HostPrimitives) -> Body:
             if answer != ANSWER_DONE:
                 return answer
             spins = ZERO
-            while load_relaxed_sys(ingested) - load_relaxed_sys(watched) < TOP_BIT:
-                if spins > LINGER:
+            end = now_ns() + LINGER
+            while True:
+                cursor = load_relaxed_sys(ingested)
+                last = load_relaxed_sys(watched)
+                if cursor - last >= TOP_BIT:
+                    break
+                if now_ns() > end:
                     return answer
                 pause(spins)
                 spins += ONE
@@ -795,6 +833,7 @@ def compiled() -> SimpleNamespace:
         "nobody_serves": (make_nobody_serves, u64(u64)),
         "lock_launches": (make_lock_launches, types.void(u64)),
         "unlock_launches": (make_unlock_launches, types.void(u64)),
+        "backlog": (make_backlog, u64(u64, u64)),
         "doze": (make_doze, types.void(u64, u64, u64)),
         "relaunch": (make_relaunch, u64(u64)),
         "retire": (make_retire, types.void(u64)),
