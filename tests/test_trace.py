@@ -216,3 +216,21 @@ def test_without_a_trace_no_block_has_a_buffer(runtime: Runtime, to_device: Any,
         assert buffer() != 0
     assert buffer() == 0
     assert TraceKind.TASKS == 0
+
+
+def test_calls_that_go_the_short_way_are_in_the_trace_and_go_it_again_afterwards(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="no torch here: the short way's traces stay unproved")
+    a, b, out = (torch.ones(64) for _ in range(3))
+    with Runtime("cpu", workers=1) as rt:
+        for _ in range(4):
+            rt.add(a, b, out=out).wait(TIMEOUT_S)
+        if rt._calls is None or rt._calls.sent == 0:
+            pytest.skip("this torch has no short way: its traces stay unproved")
+        with rt.trace(tmp_path / "t.json"):
+            before = rt._calls
+            position = rt.add(a, b, out=out).wait(TIMEOUT_S).position
+            assert before is None
+        assert [e["args"]["position"] for e in workers(load(tmp_path / "t.json"), "add")] == [position]
+        sent = rt._calls.sent
+        rt.add(a, b, out=out).wait(TIMEOUT_S)
+        assert rt._calls.sent == sent + 1 and (out == 2).all()
