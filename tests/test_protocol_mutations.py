@@ -133,8 +133,8 @@ CAUGHT = [
     change(
         "full and parked, and nobody launches",
         RING,
-        "                if nobody_serves(host) != ZERO:\n                    parked = ONE",
-        "                if ONE == ZERO:\n                    parked = ONE",
+        "if nobody_serves(host) != ZERO and relaunch(host) != ZERO:\n                    parked = ONE",
+        "if ONE == ZERO:\n                    parked = ONE",
         "lease, ring full",
     ),
     change(
@@ -286,15 +286,15 @@ CAUGHT = [
     change(
         "pump: stamp without acquire",
         PUMP,
-        "if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:",
-        "if m.load_relaxed_sys(stamps + (position & mask) * EIGHT) != position + ONE:",
+        "stamp = load_acquire_sys(stamps + (position & mask) * EIGHT)",
+        "stamp = m.load_relaxed_sys(stamps + (position & mask) * EIGHT)",
         ONE,
     ),
     change(
         "pump: stamp without the lap",
         PUMP,
-        "if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:",
-        "if load_acquire_sys(stamps + (position & mask) * EIGHT) == ZERO:",
+        "if stamp != position + ONE:",
+        "if stamp == ZERO:",
         ONE,
     ),
     drop("pump: descriptors are not copied", PUMP, "store_pair(ring, low, high)", ONE),
@@ -330,7 +330,7 @@ CAUGHT = [
     change(
         "park without looking again",
         PUMP,
-        "            if reason == IDLE:\n",
+        "            if reason == IDLE or reason == HELD_BACK:\n",
         "            if ONE == ZERO:\n",
         "one task, unwatched",
     ),
