@@ -20,10 +20,12 @@ from .descriptor import DTYPE_NAMES
 from .device.operators import TABLE, Operator
 from .device.operators.table import REQUIRED, describe
 from .inject import commands
+from .top import top
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.add_typer(commands.cache, name="cache")
 app.add_typer(commands.audit, name="audit")
+app.command(name="top")(top)
 
 
 @app.callback()

@@ -19,6 +19,8 @@ class Config:
         lease_s: how long a launched executor serves before it parks and lets the driver in; None is the
             paper's never-exit mode, in which module loads, frees and device synchronization block.
         idle_s: the executor parks after this long without work; None never (only useful in measurements).
+        hold_s: the executor parks after this long where the next task waits for a CUDA stream: about what a
+            launch costs, so that a short wait is sat out and a long one leaves the GPU to others.
         workers: most worker blocks (CUDA) or threads (CPU); None lets the machine choose: one per
             multiprocessor less one, or one per core less one.
         quiet_workers: worker blocks of a launch that found little work; None lets the machine choose.
@@ -27,13 +29,15 @@ class Config:
         submit_timeout_s: how long `submit` waits for room in a full ring before it raises `QueueFull`.
         deadline_s: a wait in which no task at all completes for this long raises `HangError`; None never.
         start_position: position of the first task. For tests of wrap-around.
-        input_order: "stream" holds a submission until the work already queued on the current torch or CuPy
-            stream is done, so that inputs are whole; "none" leaves that to the caller.
+        input_order: "stream" has a task wait until the work already queued on the current torch or CuPy
+            stream is done, so that inputs are whole, as `Runtime.after_stream` does; the host does not wait.
+            "none" leaves that to the caller.
     """
 
     capacity: int = 4096
     lease_s: float | None = 0.020
     idle_s: float | None = 100e-6
+    hold_s: float = 10e-6
     workers: int | None = None
     quiet_workers: int | None = None
     threads: int = 256
@@ -52,6 +56,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ArgumentError(f"{name}={value!r}: give a positive number of seconds, or None")
+        if not self.hold_s > 0:
+            raise ArgumentError(f"hold_s={self.hold_s!r}: give a positive number of seconds")
         if not self.submit_timeout_s >= 0:
             raise ArgumentError(f"submit_timeout_s={self.submit_timeout_s!r}: give seconds, 0 or more")
         for name in ("workers", "quiet_workers"):

@@ -33,15 +33,15 @@ HOST_CONTROL: Final = np.dtype(
     {
         # Written by the host under its launch lock, read by the pump in the flight of every iteration.
         # Read in pairs of words, so the order matters.
-        "names": ["park_request", "heartbeat", "lease_ns", "idle_ns", "layouts", "widen_at"],
-        "formats": ["<u8"] * 6,
-        "offsets": [0, 8, 16, 24, 32, 40],
+        "names": ["park_request", "heartbeat", "lease_ns", "idle_ns", "layouts", "widen_at", "hold_ns"],
+        "formats": ["<u8"] * 7,
+        "offsets": [0, 8, 16, 24, 32, 40, 48],
         "itemsize": LINE,
     }
 )
 """park_request: park once `launch index <= park_request`; heartbeat: changes while the host lives;
 layouts: interned layouts, monotonic (its release publishes the entries below it); widen_at: a narrow launch
-parks early when more items than this wait, 0 never."""
+parks early when more items than this wait, 0 never; hold_ns: as idle_ns, where the next task is withheld."""
 
 HOST_STATE: Final = np.dtype(
     {
@@ -90,6 +90,8 @@ CONTEXT: Final = np.dtype(
             "mask",  # capacity - 1
             "table",  # CPU machine: addresses of the operators; CUDA: unused, the switch is linked in
             "table_length",
+            "trace",  # a ring of records for each block, or 0; changed only while parked
+            "trace_mask",  # records of each ring - 1
         )
     ]
 )
@@ -98,14 +100,16 @@ CONTEXT: Final = np.dtype(
 HOST_WORDS: Final = np.dtype(
     {
         # Never crosses the bus: producers may compare-and-swap here.
-        "names": ["claimed", "retired", "retire_lock", "failures", "enqueued"],
-        "formats": ["<u8"] * 5,
-        "offsets": [0, LINE, 2 * LINE, 2 * LINE + 8, 3 * LINE],
+        "names": ["claimed", "retired", "retire_lock", "failures", "enqueued", "gated", "watched"],
+        "formats": ["<u8"] * 7,
+        "offsets": [0, LINE, 2 * LINE, 2 * LINE + 8, 3 * LINE, 3 * LINE + 8, 3 * LINE + 16],
         "itemsize": 4 * LINE,
     }
 )
 """claimed: next position to claim; retired: every task below has completed and its failure, if any, is
-logged; failures: failures logged so far; enqueued: launches asked for (written under the launch lock)."""
+logged; failures: failures logged so far; enqueued: launches asked for (written under the launch lock); gated:
+1 from the first `hold` on, so that who never holds a task never looks for one; watched: the thread of
+host/watch.py looks after launches until the pump has got here."""
 
 FAILURE: Final = np.dtype([("position", "<u8"), ("status", "<u8")])
 FAILURE_SLOTS: Final = 1 << 16
@@ -190,11 +194,14 @@ class ParkReason(IntEnum):
     REQUEST = 3
     WIDEN = 4
     ORPHANED = 5
+    HELD = 6
 
 
 # Scratch: one block's shared memory, by byte offset. The worker and the pump use the same bytes differently.
 SCRATCH_ENTRY: Final = 0  # worker: the queue entry taken, 0 to leave
 SCRATCH_MERGE: Final = 8  # worker: 1 where this block finished the last tile
+SCRATCH_RECORDS: Final = 16  # records that this block has written
+SCRATCH_BEGAN: Final = 24  # worker: when the task that runs began
 SCRATCH_FLOOR: Final = 32  # pump: two words, items and positions known to be complete
 SCRATCH_CONTROL: Final = 64  # pump: the host's control words as the last flight brought them
 SCRATCH_TASKS: Final = 128  # worker: staged descriptors, two groups used in turn
@@ -206,13 +213,33 @@ SCRATCH_ARENA: Final = 3456  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
-TURN: Final = np.dtype([("gap", "<u4"), ("special", "<u4"), ("reason", "<u8")])
+TURN: Final = np.dtype([("gap", "<u4"), ("special", "<u4"), ("reason", "<u8"), ("held", "<u8")])
 """What the threads of the pump learn in one flight. gap: index of the first stamp that is not published;
-special: 1 where a tiled or linked task came; reason: ParkReason, 0 to go on."""
+special: 1 where a tiled or linked task came; reason: ParkReason, 0 to go on; held: 1 where the first stamp
+says that its task is withheld."""
+
+HELD: Final = 1 << 63
+"""A stamp of `(position + 1) ^ HELD` says: claimed, filled, and withheld until somebody outside, a CUDA
+stream, stores the stamp itself. Its producer has given the word away: the next to write it is the stream."""
 
 assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
 assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT
 assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_ARENA
+
+
+class TraceKind(IntEnum):
+    """Low byte of a record's last word: see device/trace.py."""
+
+    TASKS = 0
+    """A worker ran them: `position` is the first, the number the op_id of that."""
+    INGEST = 1
+    """The pump handed out as many tasks as the number says, from `position` on."""
+    LAUNCH = 2
+    """A launch has parked: `position` is its index, the number the ParkReason, the tile its workers."""
+
+
+TRACE: Final = np.dtype([("begin", "<u8"), ("end", "<u8"), ("position", "<u8"), ("what", "<u8")])
+"""A record of the trace. A block's ring is a line with the count of all records written, then the records."""
 
 HEARTBEAT_LIMIT_NS: Final = 2_000_000_000
 """A never-exit executor leaves after this long without a heartbeat: its host has died."""

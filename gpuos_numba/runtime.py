@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, Self
@@ -35,7 +35,7 @@ from .descriptor import (
     DType,
     Flag,
 )
-from .device.operators import KERNELS, PLAIN_LIMIT, TABLE, Operator
+from .device.operators import JOIN, KERNELS, PLAIN_LIMIT, TABLE, Operator
 from .device.operators.table import Operand, Plan, Result, Walk, castable, describe, pack_dtypes
 from .errors import (
     ArgumentError,
@@ -51,10 +51,14 @@ from .errors import (
 )
 from .host import calls, ring
 from .host.arrays import ArrayView, empty_like_on, validate_output
+from .host.board import Board, Figures
 from .host.calls import Calls
 from .host.completion import Ticket, explain
 from .host.layouts import LayoutTable
 from .host.lease import Keeper
+from .host.streams import Streams
+from .host.trace import RECORDS, Trace, ring_bytes
+from .host.watch import Watch
 from .inject.live import Injected
 from .machines.base import Machine
 from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
@@ -178,8 +182,8 @@ def _close_all() -> None:
 
 def _after_fork() -> None:
     for runtime in list(_OPEN):
-        runtime._plain = False  # the short ways do not ask whose process it is
-        runtime._calls = None
+        runtime._plain = runtime._has_plain = False  # the short ways do not ask whose process it is
+        runtime._calls = runtime._put_aside = None
 
 
 atexit.register(_close_all)
@@ -297,19 +301,34 @@ class Runtime:
         self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
         self._reported = 0  # failures that synchronize has raised for
         self._injected = Injected()
-        self._plain = isinstance(getattr(self._machine, "stream_query", None), int)
+        self._plain = self._has_plain = isinstance(getattr(self._machine, "stream_query", None), int)
         self._plain_limit = PLAIN_LIMIT
         self._calls: Calls | None = None  # made when torch is there
         self._tensors: tuple[type, ...] = ()
+        self._trace: Trace | None = None
+        self._put_aside: Calls | None = None  # while a trace is taken
         self._prepared: set[int] = set()  # kernels that this Runtime has used
         self._ordinal = device
         self._torch: Any = None
         self._query = 0
         self._current_stream: Any = lambda device: 0
         self._settle = self.machine == "cuda" and self.config.input_order == "stream"
-        self._keeper = Keeper(self._machine, self.config, self._host, self._tidy)
+        board = Board.create()
+        self._figures = Figures(board, self._machine, _weak_stats(self), _kernel_name)
+        self._keeper = Keeper(self._machine, self.config, self._host, self._attend)
+        watch = self._watch = Watch(self._machine, self._keeper, self._host)
+        self._streams = Streams(
+            self._machine,
+            self._keeper,
+            watch,
+            self._host,
+            _weak_join(self),
+            device,
+            self.config.submit_timeout_s,
+        )
         # A forgotten Runtime: its executor must leave before its memory goes.
-        self._finalizer = weakref.finalize(self, _shut_down, self._machine, self._keeper, self._pid)
+        parts = self._machine, self._keeper, watch, board
+        self._finalizer = weakref.finalize(self, _shut_down, *parts, self._pid)
         self._finalizer.atexit = False
         _OPEN.add(self)
 
@@ -414,7 +433,7 @@ class Runtime:
         if len(batch) == 0:
             raise ArgumentError("an empty batch: give it at least one call")
         if self._settle:
-            self._machine.settle(list(batch._sources.values()), list(batch._streams))
+            self._streams.settle(list(batch._sources.values()), list(batch._streams), timeout_s)
         out = batch.outputs
         if not batch._distinct:
             return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
@@ -425,6 +444,44 @@ class Runtime:
                         self._intern(task["layouts"], walks)
                 batch._epoch = self._layouts.epoch
             return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
+
+    def after_stream(self, stream: Any = None, timeout_s: float | None = None) -> Ticket:
+        """Tasks submitted from now on, by any thread, wait until a CUDA stream has done its work so far.
+
+        Nobody waits on the host, and no worker on the GPU: the executor takes no task from there on, parks
+        where it runs out of others, and is launched when the stream gets there.
+
+        Args:
+            stream: of torch, CuPy, numba or cuda.core, or the handle of a CUstream; None takes torch's
+                current stream, or the default stream.
+            timeout_s: how long to wait for room in a full ring; None takes `Config.submit_timeout_s`.
+
+        Returns:
+            A ticket that is done once the stream has got there.
+
+        Raises:
+            MachineError: this is the CPU machine.
+            ArgumentError, DeviceError: not a stream, another GPU's, or being captured into a graph.
+            QueueFull: the ring stayed full; nothing was enqueued.
+        """
+        self._check_open()
+        return Ticket(self, "after_stream", [(self._streams.after(stream, timeout_s), 1)], None)
+
+    def before_stream(self, stream: Any = None) -> None:
+        """What a CUDA stream is given from now on waits for every task submitted so far.
+
+        The stream itself waits; the host does not. See also `Ticket.block_stream`. Arguments and errors as
+        `after_stream`.
+        """
+        self._check_open()
+        self._streams.block_all(stream)
+
+    def _join(self, first: int, count: int) -> int:
+        """Submit a task that ends after `count` others from position `first`; returns its position."""
+        self._prepare(JOIN.op_id)
+        head = [JOIN.op_id, 0, 1, 1, *[0] * (MAX_INPUTS + MAX_OUTPUTS), 0, 0, 0, *[0] * 6, 0]
+        task = np.frombuffer(_TASK.pack(*head, struct.pack("<QQ", first, count)), TASK)
+        return self._send(task, "join", None, (), False, None, None).position
 
     def round_trip_ns(self, batch: Batch, repeats: int) -> np.ndarray[Any, Any]:
         """Nanoseconds from submit to completion seen by the host, of a batch of one task, `repeats` times.
@@ -476,12 +533,67 @@ class Runtime:
     def park(self, timeout_s: float | None = 10.0) -> None:
         """Ask the executor to leave and wait until it did. The next submit launches it again."""
         self._check_open()
+        self._while_parked(lambda: None, timeout_s)
+
+    def _while_parked(self, do: Callable[[], None], timeout_s: float | None = 10.0) -> None:
+        """Call `do` while no launch runs and none can begin."""
         self._keeper.park()
         try:
             if not self._machine.wait_exited(1e9 if timeout_s is None else timeout_s):
                 raise HangError(self._dump(f"the executor did not leave within {timeout_s} s"))
+            do()
         finally:
             self._keeper.unpark()
+
+    def trace(self, path: str | os.PathLike[str], *, records: int = RECORDS) -> Trace:
+        """Write what happens within a `with` block to a file that Perfetto and Chrome show.
+
+            with rt.trace("t.json") as trace:
+                ...
+            trace.dropped
+
+        Submissions by thread, the pump, each worker's tasks, launches and why they parked, and new operators;
+        NVTX ranges of the submissions where nvtx is installed. The executor parks at both ends, and the short
+        way of `rt.add` and its like is not taken meanwhile.
+
+        Args:
+            path: a JSON file; its folder must exist.
+            records: how many records each block keeps, a power of two; where it writes more, the oldest are
+                lost, and `Trace.dropped` counts them. 32 bytes each.
+
+        Raises:
+            ArgumentError: a trace is being taken already, or an argument makes no sense.
+        """
+        self._check_open()
+        if self._trace is not None:
+            raise ArgumentError(f"a trace is being taken already, to {self._trace.path}: end it first")
+        return Trace(
+            os.fspath(path),
+            records,
+            start=self._start_trace,
+            stop=self._stop_trace,
+            ping=lambda: self.submit("nop").wait().position,
+            names=_kernel_name,
+        )
+
+    def _start_trace(self, trace: Trace) -> None:
+        self._check_open()
+        if self._trace is not None:
+            raise ArgumentError(f"a trace is being taken already, to {self._trace.path}: end it first")
+        records = trace.capacity
+        self._while_parked(lambda: self._machine.trace_start(ring_bytes(records), records))
+        # The short ways leave no note.
+        self._trace, self._plain = trace, False
+        self._put_aside, self._calls = self._calls, None
+
+    def _stop_trace(self) -> np.ndarray[Any, Any]:
+        self._trace, self._plain = None, self._has_plain
+        self._calls, self._put_aside = self._put_aside, None
+        if self._calls is not None:
+            self._calls.move_on()  # layouts may have been overwritten meanwhile
+        blocks: list[np.ndarray[Any, Any]] = []
+        self._while_parked(lambda: blocks.append(self._machine.trace_stop()))
+        return blocks[0]
 
     def stats(self) -> Stats:
         """A snapshot; its numbers were read one after another."""
@@ -530,7 +642,14 @@ class Runtime:
             self._calls = None
             _OPEN.discard(self)
             self._finalizer.detach()
-            _shut_down(self._machine, self._keeper, self._pid, 1.0 if force else 10.0)
+            _shut_down(
+                self._machine,
+                self._keeper,
+                self._watch,
+                self._figures.board,
+                self._pid,
+                1.0 if force else 10.0,
+            )
             self._held.clear()
 
     def __enter__(self) -> Self:
@@ -600,6 +719,8 @@ class Runtime:
             self._prepare(operator.kernels[0].op_id)
             now = time.perf_counter()
             self._injected.publish(operator, replace, {"check": checked - begin, "place": now - checked})
+            if self._trace is not None:
+                self._trace.mark(f"generation {self._injected.generation}", operator=operator.name)
         except GpuosError as error:
             self._injected.refuse(str(name), str(error))
             raise
@@ -623,7 +744,10 @@ class Runtime:
             ArgumentError: there is nothing to undo.
         """
         self._check_open()
-        return self._injected.rollback()
+        name = self._injected.rollback()
+        if self._trace is not None:
+            self._trace.mark(f"generation {self._injected.generation}", rollback=name)
+        return name
 
     def __getattr__(self, name: str) -> Any:
         injected = self.__dict__.get("_injected")
@@ -833,7 +957,7 @@ class Runtime:
         """A ticket where the same call was checked before; None where anything is out of the ordinary."""
         known = self._calls
         if known is None:
-            if self._tensors or not self._make_calls():
+            if self._tensors or self._trace is not None or not self._make_calls():
                 return None
             known = self._calls
             assert known is not None
@@ -948,7 +1072,8 @@ class Runtime:
         views, output, head, walks = self._check(operator, inputs, out, scalars)
         owners = [view.owner for view in views]
         if self._settle:
-            self._machine.settle(owners, [view.stream for view in views if view.stream is not None])
+            streams = [view.stream for view in views if view.stream is not None]
+            self._streams.settle(owners, streams, timeout_s)
         local = self._local
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)
@@ -975,6 +1100,8 @@ class Runtime:
         afters, after_0, after_1 = self._afters(after)
         if timeout_s is None:
             timeout_s = self.config.submit_timeout_s
+        trace = self._trace
+        began = trace.begin(f"submit {operator}") if trace is not None else (0, None)
         local, submit = self._local, self._host.submit
         count, sent = len(tasks), 0
         ranges: list[tuple[int, int]] = []
@@ -1018,6 +1145,8 @@ class Runtime:
                 deadline = 0
         if len(self._held) > 1024:
             self._tidy()
+        if trace is not None:
+            trace.submitted(began, operator, ranges)
         ticket = Ticket(self, operator, ranges, out)
         ticket._linked = linked
         return ticket
@@ -1046,13 +1175,20 @@ class Runtime:
                         f"the task at position {position} had not completed after {timeout_s} s; "
                         "it stays queued"
                     )
-                if limit is not None:
+                if limit is not None and self._keeper.withheld:
+                    since = time.monotonic()  # it is the stream that takes so long
+                elif limit is not None:
                     self._host.retire(self._address)
                     seen = (int(self._words["retired"][0]), position)
                     if seen != progress:
                         progress, since = seen, time.monotonic()
                     elif time.monotonic() - since > limit:
                         raise HangError(self._dump(f"no task completed for {limit} s"))
+
+    def _attend(self) -> None:
+        """At each tick of the keeper."""
+        self._tidy()
+        self._figures.attend()
 
     def _tidy(self) -> None:
         """Retire completed tasks and let go of their arrays."""
@@ -1111,11 +1247,42 @@ class Runtime:
         return "\n".join(lines)
 
 
-def _shut_down(machine: Machine, keeper: Keeper, pid: int, timeout_s: float = 10.0) -> None:
+def _weak_join(runtime: Runtime) -> Callable[[int, int], int]:
+    """Its `_join`, without a circle that only the collector would end."""
+    seen = weakref.ref(runtime)
+
+    def join(first: int, count: int) -> int:
+        found = seen()
+        assert found is not None
+        return found._join(first, count)
+
+    return join
+
+
+def _weak_stats(runtime: Runtime) -> Callable[[], dict[str, Any]]:
+    """Its counters as plain data, without keeping it alive."""
+    seen = weakref.ref(runtime)
+
+    def stats() -> dict[str, Any]:
+        found = seen()
+        if found is None or found._closed:
+            return {}
+        about = {"machine": found.machine, "device": found.device_name, "capacity": found.config.capacity}
+        return about | dataclasses.asdict(found.stats())
+
+    return stats
+
+
+def _shut_down(
+    machine: Machine, keeper: Keeper, watch: Watch, board: Board | None, pid: int, timeout_s: float = 10.0
+) -> None:
     """End the executor, then free its memory; a stuck one keeps it until the process ends."""
     if os.getpid() != pid:
         return
-    keeper.stop()
+    ended = keeper.stop()
+    watch.stop()
+    if board is not None and ended:
+        board.close(remove=True)
     if machine.wait_exited(timeout_s):
         machine.close()
 

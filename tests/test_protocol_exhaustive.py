@@ -48,6 +48,21 @@ def test_random_schedules_of_what_is_too_big_to_explore(seed: int) -> None:
     walk(Scenario(tasks, (((0, 1, 2, 3), (4,)), ((5,), (6, 7, 8))), start=MASK_64 - 4), seed=seed)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_schedules_around_a_withheld_task(seed: int) -> None:
+    tasks = (TaskSpec(held=True), *(TaskSpec(fails=i == 3) for i in range(1, 6)))
+    batches = (((1,), (0,), (2, 3)), ((4,), (5,)))
+    walk(Scenario(tasks, batches, start=MASK_64 - 3, stream=True, waits=seed > 0), seed=seed)
+
+
+def test_a_withheld_task_without_a_watch_is_left_behind() -> None:
+    """Why host/watch.py is there: a stream opens a task and looks at nothing."""
+    with pytest.raises(Found, match="stranded"):
+        explore(
+            Scenario((TaskSpec(held=True),), (((0,),),), workers=1, waits=False, stream=True, watch=False)
+        )
+
+
 def test_a_launch_without_a_watch_leaves_a_task_behind_when_its_lease_ends() -> None:
     """Why the host keeps a spare launch or a watch: only idle parking looks at the ring again."""
     with pytest.raises(Found, match="stranded"):

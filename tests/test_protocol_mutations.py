@@ -133,8 +133,8 @@ CAUGHT = [
     change(
         "full and parked, and nobody launches",
         RING,
-        "                if nobody_serves(host) != ZERO:\n                    parked = ONE",
-        "                if ONE == ZERO:\n                    parked = ONE",
+        "if nobody_serves(host) != ZERO and relaunch(host) != ZERO:\n                    parked = ONE",
+        "if ONE == ZERO:\n                    parked = ONE",
         "lease, ring full",
     ),
     change(
@@ -150,6 +150,42 @@ CAUGHT = [
         "if nobody_serves(host) != ZERO and status_of(host, position) == PENDING_AT:",
         "if ONE == ZERO:",
         "lease, one worker",
+    ),
+    # ---- what is withheld
+    change(
+        "withheld: passed all the same",
+        PUMP,
+        "            if stamp != position + ONE:",
+        "            if stamp != position + ONE and stamp != (position + ONE) ^ HELD_BIT:",
+        "withheld",
+    ),
+    change(
+        "withheld: nobody is wanted, whatever comes next",
+        RING,
+        "            if stamp == (cursor + ONE) ^ HELD_BIT:\n                return ZERO",
+        "            return ZERO",
+        "withheld",
+    ),
+    change(
+        "watch: does not ask for a launch",
+        RING,
+        "            if load_acquire_sys(stamps + (cursor & mask) * EIGHT) == cursor + ONE:",
+        "            if ONE == ZERO:",
+        "withheld",
+    ),
+    change(
+        "watch: ends before the withheld task",
+        RING,
+        "            if cursor - last < TOP_BIT:",
+        "            if cursor + ONE - last < TOP_BIT:",
+        "withheld",
+    ),
+    change(
+        "hold: the slot is not filled",
+        RING,
+        "        store_u64(task + RUN_AT, RUN_AND_TILES)\n        # Release: the task is",
+        "        # Release: the task is",
+        "withheld",
     ),
     # ---- retire
     change(
@@ -250,15 +286,15 @@ CAUGHT = [
     change(
         "pump: stamp without acquire",
         PUMP,
-        "if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:",
-        "if m.load_relaxed_sys(stamps + (position & mask) * EIGHT) != position + ONE:",
+        "stamp = load_acquire_sys(stamps + (position & mask) * EIGHT)",
+        "stamp = m.load_relaxed_sys(stamps + (position & mask) * EIGHT)",
         ONE,
     ),
     change(
         "pump: stamp without the lap",
         PUMP,
-        "if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:",
-        "if load_acquire_sys(stamps + (position & mask) * EIGHT) == ZERO:",
+        "if stamp != position + ONE:",
+        "if stamp == ZERO:",
         ONE,
     ),
     drop("pump: descriptors are not copied", PUMP, "store_pair(ring, low, high)", ONE),
@@ -294,7 +330,7 @@ CAUGHT = [
     change(
         "park without looking again",
         PUMP,
-        "            if reason == IDLE:\n",
+        "            if reason == IDLE or reason == HELD_BACK:\n",
         "            if ONE == ZERO:\n",
         "one task, unwatched",
     ),
@@ -449,9 +485,9 @@ HARMLESS = [
             "parked, then enqueued",
             RING,
             "        enqueued = load_acquire_sys(load_u64(host + WORDS) + ENQUEUED)\n"
-            "        if load_acquire_sys(load_u64(host + STATE) + PARKED_AT) == enqueued:",
+            "        if load_acquire_sys(load_u64(host + STATE) + PARKED_AT) != enqueued:",
             "        parked = load_acquire_sys(load_u64(host + STATE) + PARKED_AT)\n"
-            "        if load_acquire_sys(load_u64(host + WORDS) + ENQUEUED) == parked:",
+            "        if load_acquire_sys(load_u64(host + WORDS) + ENQUEUED) != parked:",
             "one task, unwatched",
         ),
         "either order is right while a launch looks at the ring before it idles out",
@@ -475,6 +511,36 @@ HARMLESS = [
         ),
         "the launch ends only after what it handed out, so nothing is lost; but a long task would park its "
         "launch again and again",
+    ),
+    (
+        change(
+            "withheld: a launch is asked for all the same",
+            RING,
+            "            if stamp == (cursor + ONE) ^ HELD_BIT:\n                return ZERO",
+            "            if ONE == ZERO:\n                return ZERO",
+            "withheld",
+        ),
+        "the launch finds nothing that it may take and parks, in the way of what the task waits for",
+    ),
+    (
+        change(
+            "withheld: parked without another look",
+            PUMP,
+            "if reason == IDLE or reason == HELD_BACK:",
+            "if reason == IDLE:",
+            "withheld",
+        ),
+        "the watch asks for another launch",
+    ),
+    (
+        change(
+            "hold: marked without release",
+            RING,
+            "store_release_sys(load_u64(host + STAMPS) + (position & mask) * EIGHT, (position + ONE) ^",
+            "m.store_relaxed_sys(load_u64(host + STAMPS) + (position & mask) * EIGHT, (position + ONE) ^",
+            "stores late: withheld",
+        ),
+        "whoever opens the task is told of it after this, by means that order as much",
     ),
     (
         change(

@@ -19,6 +19,7 @@ from ..protocol import (
     CONTEXT,
     DEVICE_STATE,
     HEARTBEAT_LIMIT_NS,
+    HELD,
     HOST_CONTROL,
     HOST_STATE,
     LAYOUT_SLOTS,
@@ -29,9 +30,11 @@ from ..protocol import (
     TURN,
     WINDOW,
     ParkReason,
+    TraceKind,
     field,
 )
 from .ring import make_leave, make_log2, make_queue_entry, make_share_context
+from .trace import TRACE_NUMBER, TRACE_TILE, make_open, make_record
 
 # A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | linked << 63.
 # `run` and `tiles` are the descriptor's second word as it stands.
@@ -54,6 +57,9 @@ def make_pump(m: Primitives) -> Body:
     load_pair_relaxed_sys = m.load_pair_relaxed_sys
 
     log2, leave, share_context = make_log2(m), make_leave(m), make_share_context(m)
+    open_trace, record_trace = make_open(m), make_record(m)
+    TRACE, TO_NUMBER, TO_TILE = u64(field(CONTEXT, "trace")), u64(TRACE_NUMBER), u64(TRACE_TILE)
+    INGEST, LAUNCH = u64(TraceKind.INGEST), u64(TraceKind.LAUNCH)
     fly, copy_layouts = _make_fly(m), _make_copy_layouts(m)
     hand_out, decide = _make_hand_out(m), _make_decide(m)
 
@@ -70,6 +76,7 @@ def make_pump(m: Primitives) -> Body:
     QUIET_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(WINDOW)
     TURNS, LAST_TURN, TURN_SIZE = u64(SCRATCH_TURNS), u64(2), u64(TURN.itemsize)
     GAP, SPECIAL, REASON = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(field(TURN, "reason"))
+    HELD_AT, FORTY_EIGHT = u64(field(TURN, "held")), u64(48)
     HEARTBEAT = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "heartbeat"))
     NEW_LAYOUTS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "layouts"))
 
@@ -100,6 +107,7 @@ def make_pump(m: Primitives) -> Body:
         active = started
         alive = started
         heartbeat = ZERO
+        held = ZERO  # 1 while the next task is withheld, as the last flight saw it
         limit = QUIET_LIMIT
         turn = ZERO
         spins = ZERO
@@ -107,19 +115,24 @@ def make_pump(m: Primitives) -> Body:
             # What the host sets before a launch and leaves alone while it lasts; read once.
             lease, idle = load_pair_relaxed_sys(control + SIXTEEN)
             interned, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
+            hold, _ = load_pair_relaxed_sys(control + FORTY_EIGHT)
             store_u64(scratch + CONTROL, ZERO)
             store_u64(scratch + CONTROL + EIGHT, ZERO)
             store_u64(scratch + CONTROL + SIXTEEN, lease)
             store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
             store_u64(scratch + CONTROL + THIRTY_TWO, interned)
             store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
+            store_u64(scratch + CONTROL + FORTY_EIGHT, hold)
         if thread == ZERO:
+            open_trace(context, ZERO, scratch)
             store_relaxed_sys(report + WORKERS, workers)
             store_relaxed_sys(report + BEGUN, launch)
             store_u32(scratch + TURNS + GAP, FULL_LIMIT)
             store_u32(scratch + TURNS + SPECIAL, ZERO)
+            store_u64(scratch + TURNS + HELD_AT, ZERO)
             store_u32(scratch + TURNS + TURN_SIZE + GAP, FULL_LIMIT)
             store_u32(scratch + TURNS + TURN_SIZE + SPECIAL, ZERO)
+            store_u64(scratch + TURNS + TURN_SIZE + HELD_AT, ZERO)
         barrier()
 
         while True:
@@ -148,7 +161,7 @@ def make_pump(m: Primitives) -> Body:
                     heartbeat = seen
                     alive = now
                 reason = decide(
-                    context, scratch, launch, workers, items, known, ready, now, started, active, alive
+                    context, scratch, launch, workers, items, known, ready, held, now, started, active, alive
                 )
                 store_u64(record + REASON, reason)
                 if ready != ZERO:
@@ -159,6 +172,7 @@ def make_pump(m: Primitives) -> Body:
             gap = load_u32(record + GAP)
             special = load_u32(record + SPECIAL)
             reason = load_u64(record + REASON)
+            held = load_u64(record + HELD_AT)
             if ready != ZERO:
                 interned = load_u64(scratch + NEW_LAYOUTS)
                 if interned != layouts:
@@ -182,8 +196,14 @@ def make_pump(m: Primitives) -> Body:
                     fresh += (turn + ONE) * TURN_SIZE
                 store_u32(fresh + GAP, FULL_LIMIT)
                 store_u32(fresh + SPECIAL, ZERO)
+                store_u64(fresh + HELD_AT, ZERO)
                 if ready != ZERO:
                     store_relaxed_sys(report + INGESTED, cursor)
+                    if load_u64(context + TRACE) != ZERO:
+                        now = now_ns()
+                        record_trace(
+                            context, scratch, now, now, cursor - ready, (ready << TO_NUMBER) | INGEST
+                        )
             if reason != ZERO:
                 break  # what this flight found published is the next launch's
             known = known + gap
@@ -195,6 +215,9 @@ def make_pump(m: Primitives) -> Body:
                 spins += ONE
 
         if thread == ZERO:
+            if load_u64(context + TRACE) != ZERO:
+                what = (reason << TO_NUMBER) | (workers << TO_TILE) | LAUNCH
+                record_trace(context, scratch, started, now_ns(), launch, what)
             store_relaxed_gpu(state + CURSOR, cursor)
             store_u64(state + ITEMS, items)
             store_u64(state + LAUNCHES, launch)
@@ -212,7 +235,8 @@ def _make_fly(m: Primitives) -> Body:
 
     Moves the `ready` descriptors from `cursor`, all published before this flight, to the device ring; what
     hand_out needs to know of each stays in scratch. Sets record.gap, which says WINDOW, to the index of the
-    first of the `limit` stamps from `known` that is not published, or to `limit`. Loads that do not depend on
+    first of the `limit` stamps from `known` that is not published, or to `limit`, and record.held to 1 where
+    the first of all says that its task is withheld. Loads that do not depend on
     each other are issued together. The thread `mover` moves the first chunk: a small window keeps clear of
     the warps that watch stamps and control words.
     """
@@ -230,6 +254,7 @@ def _make_fly(m: Primitives) -> Body:
     TASK_SIZE, CHUNKS = u64(TASK_BYTES), u64(TASK_BYTES // 16)
     TO_LINKED, TILES_AND_RUN = u64(META_LINKED), u64(0xFFFFFFFFFFFF)
     GAP, SPECIAL, META = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(SCRATCH_META)
+    HELD_AT, HELD_BIT = u64(field(TURN, "held")), u64(HELD)
     assert offset("op_id") == 0 and offset("flags") == 4 and offset("run") == 8 and offset("tiles") == 12
 
     def place(scratch: Any, record: Any, ring: Any, chunk: Any, low: Any, high: Any) -> None:
@@ -297,9 +322,13 @@ def _make_fly(m: Primitives) -> Body:
         while index < limit:
             position = known + index
             # Acquire: the descriptor's words are visible if its stamp is; the barrier after this flight
-            # carries that to the thread that moves them. Pairs with the release in host/ring.py, publish.
-            if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:
+            # carries that to the thread that moves them. Pairs with the release in host/ring.py, publish, or
+            # with a stream's cuStreamWriteValue64, which comes after a fence of system scope.
+            stamp = load_acquire_sys(stamps + (position & mask) * EIGHT)
+            if stamp != position + ONE:
                 shared_min_u32(record + GAP, index)
+                if index == ZERO and stamp == (position + ONE) ^ HELD_BIT:
+                    store_u64(record + HELD_AT, ONE)
                 break
             index += width
         if chunk_a < chunks:
@@ -483,9 +512,10 @@ def _make_decide(m: Primitives) -> Body:
     LEASE_NS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "lease_ns"))
     IDLE_NS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "idle_ns"))
     WIDEN_AT = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "widen_at"))
+    HOLD_NS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "hold_ns"))
     ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
     NONE, IDLE, LEASE = u64(ParkReason.NONE), u64(ParkReason.IDLE), u64(ParkReason.LEASE)
-    REQUEST, WIDEN = u64(ParkReason.REQUEST), u64(ParkReason.WIDEN)
+    REQUEST, WIDEN, HELD_BACK = u64(ParkReason.REQUEST), u64(ParkReason.WIDEN), u64(ParkReason.HELD)
     ORPHANED, HEARTBEAT_LIMIT = u64(ParkReason.ORPHANED), u64(HEARTBEAT_LIMIT_NS)
 
     def decide(
@@ -496,6 +526,7 @@ def _make_decide(m: Primitives) -> Body:
         items: Any,
         known: Any,
         ready: Any,
+        held: Any,
         now: Any,
         started: Any,
         active: Any,
@@ -513,9 +544,14 @@ def _make_decide(m: Primitives) -> Body:
         elif now - alive > HEARTBEAT_LIMIT:
             reason = ORPHANED
         elif ready == ZERO:
-            # Every worker waits for an item that does not exist: nothing runs either.
+            # Every worker waits for an item that does not exist: nothing runs either. Where the next task is
+            # withheld, what it waits for wants the GPU, and a watch on the host launches when it may run.
+            because = IDLE
+            if held != ZERO:
+                idle = load_u64(scratch + HOLD_NS)
+                because = HELD_BACK
             if idle != ZERO and now - active > idle and load_relaxed_gpu(tickets) >= items + workers:
-                reason = IDLE
+                reason = because
         elif widen_at != ZERO:
             taken = load_relaxed_gpu(tickets)
             if taken < items and items - taken > widen_at:
@@ -525,7 +561,7 @@ def _make_decide(m: Primitives) -> Body:
             store_relaxed_sys(report + REASON, reason)
             store_relaxed_sys(report + PARKED, launch)
             fence_sc_sys()
-            if reason == IDLE:
+            if reason == IDLE or reason == HELD_BACK:
                 stamp = load_u64(context + STAMPS) + (known & load_u64(context + MASK)) * EIGHT
                 if load_acquire_sys(stamp) == known + ONE:
                     store_relaxed_sys(report + PARKED, launch - ONE)  # not parked after all

@@ -28,6 +28,7 @@ from ..protocol import (
     field,
 )
 from .ring import make_leave, make_log2, make_queue_entry, make_share_context
+from .trace import make_begin_task, make_end_tasks, make_open
 
 STATUS_SHIFT = STATUS_BITS
 STATE_SHIFT = 8  # op_id << 8 | WorkerState
@@ -47,6 +48,8 @@ def make_worker(m: Primitives) -> Body:
     take, await_position, stage = _make_take(m), _make_await(m), _make_stage(m)
     count_tile, finish_tiles, publish = _make_count_tile(m), _make_finish_tiles(m), _make_publish(m)
     leave, log2, share_context = make_leave(m), make_log2(m), make_share_context(m)
+    open_trace, begin_task, end_tasks = make_open(m), make_begin_task(m), make_end_tasks(m)
+    TRACE = u64(field(CONTEXT, "trace"))
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
     WORKER_STATES = u64(field(CONTEXT, "worker_states"))
@@ -80,6 +83,8 @@ def make_worker(m: Primitives) -> Body:
         taker = ZERO
         if width > THIRTY_TWO:
             taker = THIRTY_TWO
+        if thread == ZERO:
+            open_trace(context, block, scratch)
         index = thread
         while index < RUN_LIMIT:
             store_u32(scratch + STATUSES + index * FOUR, ZERO)
@@ -136,6 +141,10 @@ def make_worker(m: Primitives) -> Body:
                     if thread == ZERO:
                         store_relaxed_gpu(mine + EIGHT, position)
                         store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
+                        if load_task_u64(context + TRACE) != ZERO:
+                            if position == first or flags & AFTER_ANY != ZERO:
+                                begin_task(scratch)
+                    begun = position
                     if tiles > mask + ONE:
                         status = BAD_DESCRIPTOR
                     elif tiles <= ONE and is_plain(op_id):
@@ -145,6 +154,8 @@ def make_worker(m: Primitives) -> Body:
                         status = ZERO
                     else:
                         status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
+                    if thread == ZERO and load_task_u64(context + TRACE) != ZERO:
+                        end_tasks(context, scratch, begun, position, op_id, tile)
                     if status != ZERO:
                         shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
                     if flags & LINK == ZERO:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ..descriptor import MASK_64, Status
 from ..errors import TaskError
 from .ring import PENDING_STATUS
+from .streams import Streams
 
 REMEDIES = {
     Status.UNKNOWN_OPERATOR: "no operator has this op_id in the running generation; submit it by name",
@@ -26,6 +27,7 @@ class Waiter(Protocol):
 
     _host: Any
     _address: int
+    _streams: Streams
 
     def _wait(self, ranges: list[tuple[int, int]], timeout_s: float | None) -> None: ...
 
@@ -124,6 +126,17 @@ class Ticket:
                     if status not in (0, PENDING_STATUS):
                         raise explain(self.operator, position, status)
         return self._out
+
+    def block_stream(self, stream: Any = None) -> Ticket:
+        """What a CUDA stream is given from now on waits until all tasks have ended, whatever their status.
+
+        The stream itself waits; the host does not. Arguments and errors as `Runtime.after_stream`.
+        """
+        linked = self._linked
+        self._runtime._streams.block(
+            stream, self._ranges if not linked else [(self.position, 1)], "block_stream"
+        )
+        return self
 
     def __repr__(self) -> str:
         state = "pending" if self.status is None else getattr(self.status, "name", str(self.status))

@@ -22,6 +22,10 @@ TICK_S = 0.005
 """The keeper's period where no lease asks for a shorter one. The pump gives a silent host 2 s."""
 
 
+ASLEEP_TICKS = 50
+"""While the executor is parked the keeper comes back after so many ticks, for who looks at the board."""
+
+
 class Keeper:
     """Launches of one executor."""
 
@@ -41,6 +45,7 @@ class Keeper:
         self._control["lease_ns"] = int((config.lease_s or 0) * 1e9)
         idle_s = 0.0 if config.idle_s is None else max(config.idle_s, machine.idle_floor_s)
         self._control["idle_ns"] = int(idle_s * 1e9)
+        self._control["hold_ns"] = int(max(config.hold_s, machine.idle_floor_s) * 1e9)
         self.error: BaseException | None = None
         """Why the last launch failed, if it did."""
         # The thread must not keep a forgotten Runtime alive: it holds the keeper and a weak `tidy`.
@@ -57,6 +62,11 @@ class Keeper:
         """Nobody serves, and no launch is on its way."""
         return int(self._parked[0]) == int(self._enqueued[0])
 
+    @property
+    def withheld(self) -> bool:
+        """Parked before a task that waits for a stream: a launch could do nothing."""
+        return self.parked and not self._host.nobody_serves(self._address)
+
     @contextmanager
     def _deciding(self) -> Iterator[None]:
         """Launches are this thread's to decide; never held by who waits for tasks."""
@@ -69,6 +79,10 @@ class Keeper:
     def _unserved(self) -> bool:
         return int(self._claimed[0]) != int(self._ingested[0])
 
+    def _is_watched(self) -> bool:
+        """host/watch.py sees to launches."""
+        return (int(self._ingested[0]) - int(self._words["watched"][0])) & MASK_64 >= 1 << 63
+
     def _allowed(self) -> bool:
         return not self._holds[0] and not self._closing[0]
 
@@ -77,14 +91,13 @@ class Keeper:
         if not self.parked:
             return
         with self._deciding():
-            if self._allowed() and self.parked:
+            if self._allowed() and self.parked and not self.withheld:
                 self._launch()
 
     def _launch(self) -> None:
         """What `host.ring.make_relaunch` does, for machines and threads where only Python can launch."""
-        backlog = (int(self._claimed[0]) - int(self._ingested[0])) & MASK_64
         quiet, most = self._machine.quiet_workers, self._machine.max_workers
-        narrow = quiet < most and backlog <= 2 * quiet
+        narrow = quiet < most and self._host.backlog(self._address, 2 * quiet) <= 2 * quiet
         # A narrow launch parks early when work piles up; whoever notices launches again, wide.
         self._control["widen_at"] = 4 * quiet if narrow else 0
         # Counted before it runs: a launch that parks before it is counted would look like one still to come.
@@ -108,18 +121,19 @@ class Keeper:
         if self._unserved():
             self.ensure_served()
 
-    def stop(self) -> None:
-        """End the keeper thread and launch no more."""
+    def stop(self) -> bool:
+        """End the keeper thread and launch no more. Returns whether it has ended."""
         with self._deciding():
             self._closing[0] = 1
             self._control["park_request"] = self.launches
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
+        return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def _keep(self) -> None:
         claimed = -1
         while True:
-            self._host.doze(self._address, self._tick_us)
+            self._host.doze(self._address, self._tick_us, ASLEEP_TICKS)
             if self._closing[0]:
                 return
             self._control["heartbeat"] += 1
@@ -132,7 +146,12 @@ class Keeper:
                 if self.parked:
                     if self._unserved():
                         self.ensure_served()
-                elif self._leased and claimed != before and self._state["begun"][0] == self.launches:
+                elif (
+                    self._leased
+                    and claimed != before
+                    and self._state["begun"][0] == self.launches
+                    and not self._is_watched()  # a spare would begin where the next task is withheld
+                ):
                     with self._deciding():
                         if self._allowed():
                             self._launch()  # the spare: begins when the lease that runs is over

@@ -19,6 +19,7 @@ from ..machines.base import Body, HostPrimitives
 from ..protocol import (
     FAILURE,
     FAILURE_SLOTS,
+    HELD,
     HOST_CONTEXT,
     HOST_CONTROL,
     HOST_LAUNCH,
@@ -104,20 +105,33 @@ def make_publish(m: HostPrimitives) -> Body:
 
 @cache
 def make_nobody_serves(m: HostPrimitives) -> Body:
-    """`nobody_serves(host) -> 1` where the last launch asked for has announced its end."""
+    """`nobody_serves(host) -> 1` where the last launch asked for has announced its end and one is wanted.
+
+    None is wanted while the next task is withheld (`hold`): it could do nothing. Who withholds keeps a watch.
+    """
     u64 = m.u64
     load_u64, load_acquire_sys = m.load_u64, m.load_acquire_sys
+    load_relaxed_sys = m.load_relaxed_sys
     STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    STAMPS, MASK = u64(field(HOST_CONTEXT, "stamps")), u64(field(HOST_CONTEXT, "mask"))
     PARKED_AT, ENQUEUED = u64(field(HOST_STATE, "parked")), u64(field(HOST_WORDS, "enqueued"))
-    ZERO, ONE = u64(0), u64(1)
+    INGESTED, GATED = u64(field(HOST_STATE, "ingested")), u64(field(HOST_WORDS, "gated"))
+    ZERO, ONE, EIGHT, HELD_BIT = u64(0), u64(1), u64(8), u64(HELD)
 
     def nobody_serves(host: Any) -> Any:
         # A launch asked for between the two reads makes the answer a needless yes; who acts on it looks
         # again under the launch lock.
         enqueued = load_acquire_sys(load_u64(host + WORDS) + ENQUEUED)
-        if load_acquire_sys(load_u64(host + STATE) + PARKED_AT) == enqueued:
-            return ONE
-        return ZERO
+        if load_acquire_sys(load_u64(host + STATE) + PARKED_AT) != enqueued:
+            return ZERO
+        if load_relaxed_sys(load_u64(host + WORDS) + GATED) != ZERO:
+            # The pump's cursor may be seen too low, for it is stored relaxed: then its stamp is another's,
+            # and the answer a needless yes.
+            cursor = load_relaxed_sys(load_u64(host + STATE) + INGESTED)
+            stamp = load_acquire_sys(load_u64(host + STAMPS) + (cursor & load_u64(host + MASK)) * EIGHT)
+            if stamp == (cursor + ONE) ^ HELD_BIT:
+                return ZERO
+        return ONE
 
     return m.device(nobody_serves)
 
@@ -157,6 +171,41 @@ def make_unlock_launches(m: HostPrimitives) -> Body:
 
 
 @cache
+def make_backlog(m: HostPrimitives) -> Body:
+    """`backlog(host, enough)` -> tasks that wait for a launch; where some are withheld, those before them.
+
+    More than `enough` is not told apart then. What stands behind a withheld task must not widen a launch: it
+    would only be in the way of what that task waits for.
+    """
+    u64 = m.u64
+    load_u64, load_relaxed_sys, load_acquire_sys = m.load_u64, m.load_relaxed_sys, m.load_acquire_sys
+    STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    STAMPS, MASK = u64(field(HOST_CONTEXT, "stamps")), u64(field(HOST_CONTEXT, "mask"))
+    CLAIMED, GATED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "gated"))
+    INGESTED = u64(field(HOST_STATE, "ingested"))
+    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
+
+    def backlog(host: Any, enough: Any) -> Any:
+        words = load_u64(host + WORDS)
+        claimed = load_acquire_sys(words + CLAIMED)
+        ingested = load_acquire_sys(load_u64(host + STATE) + INGESTED)
+        count = claimed - ingested
+        if load_relaxed_sys(words + GATED) != ZERO:
+            stamps = load_u64(host + STAMPS)
+            mask = load_u64(host + MASK)
+            ready = ZERO
+            while ready < count and ready <= enough:
+                position = ingested + ready
+                if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:
+                    break
+                ready += ONE
+            count = ready
+        return count
+
+    return m.device(backlog)
+
+
+@cache
 def make_relaunch(m: HostPrimitives) -> Body:
     """`relaunch(host) -> 0`, or 1 where Python must launch: see that somebody serves, if that is allowed.
 
@@ -165,12 +214,12 @@ def make_relaunch(m: HostPrimitives) -> Body:
     """
     u64 = m.u64
     nobody_serves, unlock_launches = make_nobody_serves(m), make_unlock_launches(m)
+    backlog = make_backlog(m)
     load_u64, load_acquire_sys, store_release_sys = m.load_u64, m.load_acquire_sys, m.store_release_sys
     store_relaxed_sys, compare_and_swap, call_launch = m.store_relaxed_sys, m.compare_and_swap, m.call_launch
-    STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
+    WORDS = u64(field(HOST_CONTEXT, "words"))
     LAUNCH, CONTROL = u64(field(HOST_CONTEXT, "launch")), u64(field(HOST_CONTEXT, "control"))
-    CLAIMED, ENQUEUED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "enqueued"))
-    INGESTED, WIDEN_AT = u64(field(HOST_STATE, "ingested")), u64(field(HOST_CONTROL, "widen_at"))
+    ENQUEUED, WIDEN_AT = u64(field(HOST_WORDS, "enqueued")), u64(field(HOST_CONTROL, "widen_at"))
     HOLDS, CLOSING = u64(field(HOST_LAUNCH, "holds")), u64(field(HOST_LAUNCH, "closing"))
     CALL, KERNEL = u64(field(HOST_LAUNCH, "call")), u64(field(HOST_LAUNCH, "kernel"))
     STREAM, ARGUMENTS = u64(field(HOST_LAUNCH, "stream")), u64(field(HOST_LAUNCH, "arguments"))
@@ -196,11 +245,8 @@ def make_relaunch(m: HostPrimitives) -> Body:
             words = load_u64(host + WORDS)
             quiet = load_u64(launch + QUIET)
             workers = load_u64(launch + MOST)
-            claimed = load_acquire_sys(words + CLAIMED)
-            ingested = load_acquire_sys(load_u64(host + STATE) + INGESTED)
-            backlog = claimed - ingested
             widen_at = ZERO
-            if quiet < workers and backlog <= quiet * TWO:
+            if quiet < workers and backlog(host, quiet * TWO) <= quiet * TWO:
                 workers = quiet
                 widen_at = quiet * FOUR
             # A narrow launch parks early when work piles up; whoever notices launches again, wide.
@@ -227,7 +273,8 @@ def make_relaunch(m: HostPrimitives) -> Body:
 
 @cache
 def make_doze(m: HostPrimitives) -> Body:
-    """`doze(host, period_us)`: sleep for a period, and go on while the executor is parked and nothing waits.
+    """`doze(host, period_us, most)`: sleep for a period, and go on while the executor is parked and nothing
+    waits, at most so many periods.
 
     For the keeper thread, whose waking in Python would take the GIL from whoever waits for the first task.
     """
@@ -237,12 +284,14 @@ def make_doze(m: HostPrimitives) -> Body:
     STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
     LAUNCH, CLOSING = u64(field(HOST_CONTEXT, "launch")), u64(field(HOST_LAUNCH, "closing"))
     CLAIMED, INGESTED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_STATE, "ingested"))
-    ZERO = u64(0)
+    ZERO, ONE = u64(0), u64(1)
 
-    def doze(host: Any, period_us: Any) -> None:
+    def doze(host: Any, period_us: Any, most: Any) -> None:
+        periods = ZERO
         words, state = load_u64(host + WORDS), load_u64(host + STATE)
         closing = load_u64(host + LAUNCH) + CLOSING
-        while load_acquire_sys(closing) == ZERO:
+        while load_acquire_sys(closing) == ZERO and periods < most:
+            periods += ONE
             sleep_us(period_us)
             if nobody_serves(host) == ZERO:
                 break
@@ -553,6 +602,135 @@ def make_submit(m: HostPrimitives) -> Body:
     return m.device(submit)
 
 
+@cache
+def make_hold(m: HostPrimitives) -> Body:
+    """`hold(host, until_ns) -> (position, answer)`: claim a position that the pump must not pass yet.
+
+    It holds a task that does nothing, and its stamp says that it is withheld; whoever stores the stamp
+    itself, `position + 1`, opens it, once, with all that it orders visible: a stream, or `publish`. answer:
+    DONE, PARKED (the ring is full and Python must launch), or PENDING (it stayed full until until_ns).
+    """
+    u64 = m.u64
+    load_u64, store_u64, store_release_sys = m.load_u64, m.store_u64, m.store_release_sys
+    store_relaxed_sys = m.store_relaxed_sys
+    try_claim, retire, nobody_serves = make_try_claim(m), make_retire(m), make_nobody_serves(m)
+    relaunch, now_ns, pause = make_relaunch(m), m.now_ns, m.pause
+    RING, MASK, STAMPS = (
+        u64(field(HOST_CONTEXT, "ring")),
+        u64(field(HOST_CONTEXT, "mask")),
+        u64(field(HOST_CONTEXT, "stamps")),
+    )
+    WORDS, GATED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "gated"))
+    ZERO, ONE, EIGHT, EVERY = u64(0), u64(1), u64(8), u64(63)
+    TASK_SIZE, RUN_AT, RUN_AND_TILES = u64(TASK_BYTES), u64(offset("run")), u64(1 | 1 << 32)
+    HELD_BIT = u64(HELD)
+    ANSWER_PENDING, ANSWER_DONE, ANSWER_PARKED = u64(PENDING), u64(DONE), u64(PARKED)
+
+    def hold(host: Any, until_ns: Any) -> Any:
+        mask = load_u64(host + MASK)
+        store_relaxed_sys(load_u64(host + WORDS) + GATED, ONE)  # all who store it store the same
+        spins = ZERO
+        while True:
+            position, granted = try_claim(host, ONE)
+            if granted != ZERO:
+                break
+            retire(host)
+            if nobody_serves(host) != ZERO and relaunch(host) != ZERO:
+                return position, ANSWER_PARKED
+            if spins & EVERY == EVERY and now_ns() > until_ns:
+                return position, ANSWER_PENDING
+            pause(spins)
+            spins += ONE
+        task = load_u64(host + RING) + (position & mask) * TASK_SIZE
+        word = ZERO
+        while word < TASK_SIZE:
+            store_u64(task + word, ZERO)
+            word += EIGHT
+        store_u64(task + RUN_AT, RUN_AND_TILES)
+        # Release: the task is visible to whoever opens it, and through its stamp to the pump.
+        store_release_sys(load_u64(host + STAMPS) + (position & mask) * EIGHT, (position + ONE) ^ HELD_BIT)
+        return position, ANSWER_DONE
+
+    return m.device(hold)
+
+
+@cache
+def make_watch(m: HostPrimitives) -> Body:
+    """`watch(host, until_ns) -> DONE | PARKED | PENDING`: see to launches while tasks are withheld.
+
+    A stream opens a task and does not look whether anybody serves, so somebody else must. DONE once the pump
+    has reached `watched`; PARKED where Python must launch.
+    """
+    u64 = m.u64
+    load_u64, load_relaxed_sys, load_acquire_sys = m.load_u64, m.load_relaxed_sys, m.load_acquire_sys
+    nobody_serves, relaunch, now_ns, pause = make_nobody_serves(m), make_relaunch(m), m.now_ns, m.pause
+    STATE, INGESTED = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_STATE, "ingested"))
+    WORDS, WATCHED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "watched"))
+    STAMPS, MASK = u64(field(HOST_CONTEXT, "stamps")), u64(field(HOST_CONTEXT, "mask"))
+    ZERO, ONE, EIGHT, EVERY, TOP_BIT = u64(0), u64(1), u64(8), u64(63), u64(1 << 63)
+    ANSWER_PENDING, ANSWER_DONE, ANSWER_PARKED = u64(PENDING), u64(DONE), u64(PARKED)
+
+    def watch(host: Any, until_ns: Any) -> Any:
+        stamps = load_u64(host + STAMPS)
+        mask = load_u64(host + MASK)
+        ingested = load_u64(host + STATE) + INGESTED
+        watched = load_u64(host + WORDS) + WATCHED
+        spins = ZERO
+        before = load_relaxed_sys(ingested)
+        while True:
+            cursor = load_relaxed_sys(ingested)
+            if cursor != before:
+                before = cursor
+                spins = ZERO  # the next wait is another's: closely watched at first
+            last = load_acquire_sys(watched)
+            if cursor - last < TOP_BIT:
+                return ANSWER_DONE
+            if load_acquire_sys(stamps + (cursor & mask) * EIGHT) == cursor + ONE:
+                if nobody_serves(host) != ZERO and relaunch(host) != ZERO:
+                    return ANSWER_PARKED
+            if spins & EVERY == EVERY and now_ns() > until_ns:
+                return ANSWER_PENDING
+            pause(spins)
+            spins += ONE
+
+    return m.device(watch)
+
+
+@cache
+def make_stand_watch(m: HostPrimitives) -> Body:
+    """`stand_watch(host, until_ns)`: `watch`, and again if more is to be watched within about a millisecond.
+
+    Coming back from Python would take the GIL, and from sleep a wake.
+    """
+    u64 = m.u64
+    watch, now_ns, pause = make_watch(m), m.now_ns, m.pause
+    load_u64, load_relaxed_sys = m.load_u64, m.load_relaxed_sys
+    STATE, INGESTED = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_STATE, "ingested"))
+    WORDS, WATCHED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "watched"))
+    ZERO, ONE, TOP_BIT, LINGER, ANSWER_DONE = u64(0), u64(1), u64(1 << 63), u64(1_000_000), u64(DONE)
+
+    def stand_watch(host: Any, until_ns: Any) -> Any:
+        ingested = load_u64(host + STATE) + INGESTED
+        watched = load_u64(host + WORDS) + WATCHED
+        while True:
+            answer = watch(host, until_ns)
+            if answer != ANSWER_DONE:
+                return answer
+            spins = ZERO
+            end = now_ns() + LINGER
+            while True:
+                cursor = load_relaxed_sys(ingested)
+                last = load_relaxed_sys(watched)
+                if cursor - last >= TOP_BIT:
+                    break
+                if now_ns() > end:
+                    return answer
+                pause(spins)
+                spins += ONE
+
+    return m.device(stand_watch)
+
+
 PLAIN_DTYPES = int(DType.F32) * 0x010011 | IMMEDIATE * 0x101100
 """`TASK["dtypes"]` of two f32 inputs and one f32 output; absent operands are numbers."""
 
@@ -655,7 +833,8 @@ def compiled() -> SimpleNamespace:
         "nobody_serves": (make_nobody_serves, u64(u64)),
         "lock_launches": (make_lock_launches, types.void(u64)),
         "unlock_launches": (make_unlock_launches, types.void(u64)),
-        "doze": (make_doze, types.void(u64, u64)),
+        "backlog": (make_backlog, u64(u64, u64)),
+        "doze": (make_doze, types.void(u64, u64, u64)),
         "relaunch": (make_relaunch, u64(u64)),
         "retire": (make_retire, types.void(u64)),
         "status_of": (make_status_of, u64(u64, u64)),
@@ -663,6 +842,8 @@ def compiled() -> SimpleNamespace:
         "fill": (make_fill, types.void(*[u64] * 8)),
         "submit": (make_submit, triple(*[u64] * 10)),
         "submit_plain": (make_submit_plain, pair(*[u64] * 8)),
+        "hold": (make_hold, pair(u64, u64)),
+        "stand_watch": (make_stand_watch, u64(u64, u64)),
         "round_trips": (make_round_trips, u64(*[u64] * 6)),
     }
     return SimpleNamespace(

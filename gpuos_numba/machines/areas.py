@@ -124,7 +124,7 @@ class HostArrays:
 
         self.stamps[:] = first_words(capacity, start, stamp=True)
         self.done[:] = first_words(capacity, start, stamp=False)
-        self.words["claimed"] = self.words["retired"] = start
+        self.words["claimed"] = self.words["retired"] = self.words["watched"] = start
         self.state["ingested"] = start
         context = self.context[0]
         context["ring"], context["stamps"] = self.ring.ctypes.data, self.stamps.ctypes.data

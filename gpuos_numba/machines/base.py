@@ -15,7 +15,7 @@ tests run the same body in plain Python, one memory operation a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -160,6 +160,9 @@ class Machine(Protocol):
     def launch(self, workers: int) -> None:
         """Queue a launch behind those before it. Returns at once unless the driver is busy freeing memory."""
 
+    def adopt_thread(self) -> None:
+        """The calling thread is the Runtime's own and will launch: make it ready."""
+
     def wait_exited(self, timeout_s: float) -> bool:
         """Whether every launch has left, waiting at most so long."""
 
@@ -172,8 +175,27 @@ class Machine(Protocol):
     def view(self, array: Any, name: str) -> Any:
         """`host.arrays.ArrayView` of an operand, or the error that says why it cannot be one."""
 
-    def settle(self, owners: list[Any], streams: list[int]) -> None:
-        """Wait until work already queued on the operands' streams is done."""
+    def trace_start(self, ring_bytes: int, records: int) -> None:
+        """Give each block of later launches a ring of so many records. While parked only."""
+
+    def trace_stop(self) -> np.ndarray[Any, Any]:
+        """Take the rings back: their bytes, block after block. While parked only."""
+
+    def streams_of(self, owners: list[Any], streams: list[int]) -> Iterable[int]:
+        """Streams that may still work on operands: `streams`, and torch's current one for its tensors."""
+
+    def current_stream(self) -> int:
+        """Torch's current stream, or the default stream. Raises MachineError where there are no streams."""
+
+    def stream_state(self, stream: int) -> str:
+        """ "idle", "busy" or "capturing". Raises MachineError where there are no streams."""
+
+    def stream_write(self, stream: int, word: int, value: int) -> None:
+        """Have a stream store a 64-bit word of the bus area once it has done what it was given, with all that
+        it wrote visible before. `word` is the host's address of it."""
+
+    def stream_wait(self, stream: int, words: list[tuple[int, int]]) -> None:
+        """Have a stream wait until each word, of the bus area, is at its value or cyclically beyond."""
 
     def close(self) -> None:
         """Free everything. Every launch must have left."""

@@ -11,6 +11,7 @@ import platform
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,15 @@ from typing import Any
 import numpy as np
 
 from ..config import Config
+from ..errors import MachineError
 from ..host.arrays import ArrayView, view_cpu
-from ..protocol import SCRATCH_BYTES
+from ..protocol import CONTEXT, SCRATCH_BYTES
 from . import areas
+
+NO_STREAMS = (
+    "the CPU machine has no CUDA streams, and its tasks see all that the host wrote before: leave the call "
+    'out, or use Runtime(machine="cuda")'
+)
 
 
 @cache
@@ -93,6 +100,7 @@ class CpuMachine:
         self._launches: deque[int] = deque()  # workers of the launches that have not ended; [0] runs
         self._ended = 0  # launches that have
         self._left = 0  # blocks that have left the running launch
+        self._trace = areas.aligned_bytes(0)
         self._closed = False
         self._threads: list[threading.Thread] = []
 
@@ -136,6 +144,9 @@ class CpuMachine:
                     self._changed.notify_all()
             launch += 1
 
+    def adopt_thread(self) -> None:
+        """Every thread is."""
+
     def wait_exited(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
         with self._changed:
@@ -156,8 +167,34 @@ class CpuMachine:
     def view(self, array: Any, name: str) -> ArrayView:
         return view_cpu(array, name)
 
-    def settle(self, owners: list[Any], streams: list[int]) -> None:
-        """Host memory is whole when Python can name it."""
+    def trace_start(self, ring_bytes: int, records: int) -> None:
+        self._trace = areas.aligned_bytes((self.max_workers + 1) * ring_bytes)
+        self._put_context(int(self._trace.ctypes.data), records - 1)
+
+    def trace_stop(self) -> np.ndarray[Any, Any]:
+        self._put_context(0, 0)
+        trace, self._trace = self._trace, areas.aligned_bytes(0)
+        return trace
+
+    def _put_context(self, trace: int, mask: int) -> None:
+        at = self._offsets["context"]
+        context = self._device[at : at + CONTEXT.itemsize].view(CONTEXT)
+        context["trace"], context["trace_mask"] = trace, mask
+
+    def streams_of(self, owners: list[Any], streams: list[int]) -> Iterable[int]:
+        return ()  # host memory is whole when Python can name it
+
+    def current_stream(self) -> int:
+        raise MachineError(NO_STREAMS)
+
+    def stream_state(self, stream: int) -> str:
+        raise MachineError(NO_STREAMS)
+
+    def stream_write(self, stream: int, word: int, value: int) -> None:
+        raise MachineError(NO_STREAMS)
+
+    def stream_wait(self, stream: int, words: list[tuple[int, int]]) -> None:
+        raise MachineError(NO_STREAMS)
 
     def close(self) -> None:
         with self._changed:

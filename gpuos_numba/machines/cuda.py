@@ -11,7 +11,7 @@ import ctypes
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,16 @@ import numpy as np
 from ..config import Config
 from ..errors import MachineError
 from ..host.arrays import ArrayView, view_cuda
+from ..host.streams import BUSY, CAPTURING, IDLE
+from ..protocol import CONTEXT, field
 from . import areas
 
 MAPPED_PORTABLE = 0x01 | 0x02  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
+CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream, while another is captured
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+WAIT_CYCLIC_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int64)(word - value) >= 0
 QUIET_WORKERS = 16
 
 
@@ -112,11 +116,14 @@ class CudaMachine:
         multiprocessors = int(
             _check(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, handle))
         )
+        stream_words = attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+        self._stream_words = bool(int(_check(driver.cuDeviceGetAttribute(stream_words, handle))))
         raw = _check(driver.cuDeviceGetName(128, handle))
         self.device_name = raw.split(b"\0")[0].decode() if isinstance(raw, bytes) else str(raw)
         self.max_workers = config.workers or max(1, multiprocessors - 1)
         self.quiet_workers = min(config.quiet_workers or QUIET_WORKERS, self.max_workers)
         self._threads = config.threads
+        self._trace = (0, 0)
 
         from . import cuda_compile
 
@@ -142,13 +149,15 @@ class CudaMachine:
 
     def _allocate(self, config: Config) -> None:
         driver, capacity, start = self._driver, config.capacity, config.start_position
-        self._stream = _check(driver.cuStreamCreate(NON_BLOCKING))
+        # The first in line for a multiprocessor that a big kernel's block has left.
+        _, highest = _check(driver.cuCtxGetStreamPriorityRange())
+        self._stream = _check(driver.cuStreamCreateWithPriority(NON_BLOCKING, highest))
         self._copies = _check(driver.cuStreamCreate(NON_BLOCKING))
         bus_offsets, bus_size = areas.carve(areas.bus_sizes(capacity))
         self._pinned = int(_check(driver.cuMemHostAlloc(bus_size, MAPPED_PORTABLE)))
         ctypes.memset(self._pinned, 0, bus_size)
         bus = np.ctypeslib.as_array(ctypes.cast(self._pinned, ctypes.POINTER(ctypes.c_uint8)), (bus_size,))
-        bus_base = int(_check(driver.cuMemHostGetDevicePointer(self._pinned, 0)))
+        bus_base = self._bus_base = int(_check(driver.cuMemHostGetDevicePointer(self._pinned, 0)))
         self.arrays = areas.HostArrays(bus, capacity, start, config.max_run)
         self._sizes = areas.device_sizes(capacity, self.max_workers)
         self._offsets, device_size = areas.carve(self._sizes)
@@ -205,6 +214,9 @@ class CudaMachine:
         if error != 0:
             raise MachineError(f"the CUDA driver refused the executor's launch with error {error}")
 
+    def adopt_thread(self) -> None:
+        _check(self._driver.cuCtxPushCurrent(self._context_handle))
+
     def wait_exited(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
         with self._current():
@@ -247,19 +259,76 @@ class CudaMachine:
     def view(self, array: Any, name: str) -> ArrayView:
         return view_cuda(array, self.device, name, self.device_of)
 
-    def settle(self, owners: list[Any], streams: list[int]) -> None:
+    def trace_start(self, ring_bytes: int, records: int) -> None:
+        driver, size = self._driver, (self.max_workers + 1) * ring_bytes
+        with self._current():
+            self._trace = (int(_check(driver.cuMemAllocAsync(size, self._copies))), size)
+            _check(driver.cuMemsetD8Async(self._trace[0], 0, size, self._copies))
+            self._put_context(self._trace[0], records - 1)
+
+    def trace_stop(self) -> np.ndarray[Any, Any]:
+        pointer, size = self._trace
+        values = np.zeros(size, np.uint8)
+        with self._current():
+            self._put_context(0, 0)
+            _check(self._driver.cuMemcpyDtoHAsync(values.ctypes.data, pointer, size, self._copies))
+            _check(self._driver.cuStreamSynchronize(self._copies))
+            _check(self._driver.cuMemFreeAsync(pointer, self._copies))
+        return values
+
+    def _put_context(self, trace: int, mask: int) -> None:
+        """Change what the next launch copies; the executor is parked."""
+        words = np.array([trace, mask], np.uint64)
+        at = self._memory + self._offsets["context"] + field(CONTEXT, "trace")
+        _check(self._driver.cuMemcpyHtoDAsync(at, words.ctypes.data, words.nbytes, self._copies))
+        _check(self._driver.cuStreamSynchronize(self._copies))
+
+    def streams_of(self, owners: list[Any], streams: list[int]) -> Iterable[int]:
         torch = sys.modules.get("torch")
         if torch is not None and any(isinstance(owner, torch.Tensor) for owner in owners):
-            streams = [*streams, int(torch._C._cuda_getCurrentRawStream(self.device))]
-        if not streams:
-            return
+            return {*streams, int(torch._C._cuda_getCurrentRawStream(self.device))}
+        return set(streams)
+
+    def current_stream(self) -> int:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return int(torch._C._cuda_getCurrentRawStream(self.device))
+        return 0
+
+    def stream_state(self, stream: int) -> str:
+        # Asked first: a query ends a capture in an error.
         with self._current():
-            for stream in set(streams):
-                error = int(self._driver.cuStreamQuery(stream)[0])
-                if error == NOT_READY:
-                    _check(self._driver.cuStreamSynchronize(stream))
-                elif error != 0:
-                    _check((error,))
+            error, capturing = self._driver.cuStreamIsCapturing(stream)
+            if int(error) == CAPTURE_IMPLICIT or (int(error) == 0 and int(capturing) != 0):
+                return CAPTURING
+            if int(error) != 0:
+                _check((error,))
+            error = int(self._driver.cuStreamQuery(stream)[0])
+        if error not in (0, NOT_READY):
+            _check((error,))
+        return BUSY if error else IDLE
+
+    def stream_write(self, stream: int, word: int, value: int) -> None:
+        with self._current():
+            if self._stream_words:
+                # Without the flag that forgoes it there is a fence of system scope before the store.
+                _check(self._driver.cuStreamWriteValue64(stream, self._on_bus(word), value, 0))
+                return
+            _check(self._driver.cuStreamSynchronize(stream))
+        ctypes.c_uint64.from_address(word).value = value
+
+    def stream_wait(self, stream: int, words: list[tuple[int, int]]) -> None:
+        if not self._stream_words:
+            raise MachineError(
+                f"{self.device_name} has no 64-bit stream memory operations: wait for the tickets on the host"
+            )
+        with self._current():
+            for word, value in words:
+                _check(self._driver.cuStreamWaitValue64(stream, self._on_bus(word), value, WAIT_CYCLIC_GEQ))
+
+    def _on_bus(self, word: int) -> int:
+        """The device's address of a word of the bus area."""
+        return self._bus_base + (word - self._pinned)
 
     def close(self) -> None:
         driver = self._driver

@@ -166,7 +166,7 @@ def _liveness(code: CodeType) -> tuple[list[int], list[set[str]], list[int]]:
 _ACCESS = re.compile(
     r"(load|store)_(relaxed|acquire|release|pair)\w*|atomic_\w+|compare_and_swap|dispatch|take|await_position"
     r"|publish|fly|hand_out|decide|make_room|copy_layouts|count_tile|finish_tiles|leave|nobody_serves|status_of|try_claim|retire"
-    r"|fill|wait_range|submit"
+    r"|fill|wait_range|submit|hold|watch"
 )
 
 

@@ -33,6 +33,7 @@ from gpuos_numba.descriptor import MASK_64, TASK_BYTES, TASK_WORDS, Flag, Status
 from gpuos_numba.protocol import (
     CONTEXT,
     DEVICE_STATE,
+    HELD,
     HOST_CONTEXT,
     HOST_CONTROL,
     HOST_LAUNCH,
@@ -141,6 +142,7 @@ class TaskSpec:
     fails: bool = False
     after: tuple[int, ...] = ()
     tiles: int = 1
+    held: bool = False  # withheld until a stream opens it; number 0, and what it does is nothing
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ class Scenario:
     polls: bool = False  # as `waits`, but what the first look finds counts
     keeper: bool = False
     looker: bool = False
+    stream: bool = False  # opens the withheld task at any moment after it was claimed
+    watch: bool = True  # somebody watches meanwhile
     spare: bool = False  # one more host thread queues a launch at any moment
     counts_late: bool = False  # a mutation of the model's host: it launches, then counts the launch
     park_request: bool = False  # one more host thread asks the first launch to park
@@ -267,23 +271,30 @@ class Machine:
             address = at["host_state"] + field(HOST_STATE, name)
             if name == "parked":
                 self.parked = cell("parked", address)
+            elif name == "ingested" and self.scenario.stream:
+                cell("ingested", address, start)
             else:
                 self.sinks.add(address)
+        for word in range(HOST_CONTROL.itemsize // 8):
+            self.constant[at["host_control"] + 8 * word] = U64(0)
         for name in HOST_CONTROL.names or ():
             address = at["host_control"] + field(HOST_CONTROL, name)
             if name == "park_request":
+                del self.constant[address]
                 cell("park_request", address)
                 self.park_request = U64(address)
             else:
                 values = {
                     "idle_ns": IDLE_NS if self.scenario.idle else 0,
                     "lease_ns": IDLE_NS if self.scenario.lease else 0,
+                    "hold_ns": IDLE_NS,
                 }
                 self.constant[address] = U64(values.get(name, 0))
         for name in HOST_WORDS.names or ():
             initial = {
                 "claimed": start,
                 "retired": start,
+                "watched": start,
                 "enqueued": int(self.scenario.launched or self.scenario.served),
             }
             number = cell(name, words + field(HOST_WORDS, name), initial.get(name, 0))
@@ -293,7 +304,7 @@ class Machine:
                 self.retired, self.monitors[number] = number, self._on_retired
             if name == "claimed":
                 self.claimed, self.monitors[number] = number, self._on_claimed
-            if name in ("claimed", "retired", "enqueued"):
+            if name in ("claimed", "retired", "enqueued", "watched"):
                 setattr(self, f"{name}_at", U64(words + field(HOST_WORDS, name)))
             if name == "enqueued":
                 self.enqueued = U64(words + field(HOST_WORDS, name))
@@ -306,7 +317,9 @@ class Machine:
             self.sinks.update((at["worker_states"] + 16 * i, at["worker_states"] + 16 * i + 8))
 
         for name in CONTEXT.names or ():
-            value = {"mask": capacity - 1, "table": 0, "table_length": 0}.get(name, at[name])
+            value = {"mask": capacity - 1, "table": 0, "table_length": 0, "trace": 0, "trace_mask": 0}.get(
+                name, at[name]
+            )
             self.constant[context + field(CONTEXT, name)] = U64(value)
         for name in HOST_CONTEXT.names or ():
             value = {
@@ -336,6 +349,9 @@ class Machine:
     @staticmethod
     def task_words(number: int, task: TaskSpec) -> list[int]:
         """A descriptor of which every word tells the task, so that a torn one shows."""
+        if task.held:
+            assert number == 0
+            return [0, 1 << 32, *[0] * (TASK_WORDS - 2)]
         words = [0xAA00_0000 + 0x100 * word + number for word in range(TASK_WORDS)]
         words[0] = FAILING_OP if task.fails else 1
         words[1] = task.tiles << 32
@@ -603,6 +619,12 @@ class Machine:
         if scenario.park_request:
             self.entries.append((threads.make_parker(m, host, self), (self.host,)))
             self.actor_names.append("parker")
+        if scenario.stream:
+            self.entries.append((threads.make_stream(m, host, self), (self.host,)))
+            self.actor_names.append("stream")
+            if scenario.watch:
+                self.entries.append((threads.make_watcher(m, host, self), (self.host,)))
+                self.actor_names.append("watcher")
         if scenario.spare:
             self.entries.append((threads.make_spare(m, host, self), (self.host,)))
             self.actor_names.append("spare")
@@ -987,6 +1009,9 @@ class Machine:
         return index
 
     def _on_stamp(self, s: list[Any], actor: int, cell: int, value: int) -> None:
+        withheld = (value - 1 - self.scenario.start) & MASK_64 >= self.n and bool(self.scenario.stream)
+        if withheld:
+            value ^= HELD
         index = self._index(value - 1)
         slot = (value - 1) % self.scenario.capacity
         if self.names[cell] != f"stamps[{slot}]":
@@ -997,6 +1022,8 @@ class Machine:
             raise Violation(f"position start+{index} is published twice")
         if self.slots[content] != tuple(self._expected(s, index, task)):
             raise Violation(f"position start+{index} is published with a wrong descriptor")
+        if withheld:
+            return
         s[self.ORDER + index] = task
         s[self.PUBLISHED + index] = content
 

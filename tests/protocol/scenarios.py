@@ -5,6 +5,7 @@ from __future__ import annotations
 from .model import Scenario, TaskSpec
 
 TASK, FAILS = TaskSpec(), TaskSpec(fails=True)
+HELD = TaskSpec(held=True)
 ONE_EACH = (((0,),), ((1,),))
 
 SMALL = {
@@ -39,7 +40,21 @@ SMALL = {
     "a spare launch": Scenario((TASK,), (((0,),),), workers=1, waits=False, spare=True),
     "a spare launch, lease": Scenario((TASK,), (((0,),),), workers=1, idle=False, lease=True, spare=True),
     "park request": Scenario((TASK, TASK), (((0, 1),),), workers=1, idle=False, park_request=True),
+    # A stream opens the first task at any moment, and does not look whether anybody serves.
+    "withheld": Scenario((HELD,), (((0,),),), workers=1, waits=False, stream=True),
+    "withheld, nothing launched": Scenario(
+        (HELD,), (((0,),),), workers=1, waits=False, stream=True, launched=False
+    ),
+    "withheld, waiting instead of a watch": Scenario(
+        (HELD,), (((0,),),), workers=1, stream=True, watch=False
+    ),
+    "withheld, lease": Scenario(
+        (HELD,), (((0,),),), workers=1, waits=False, stream=True, idle=False, lease=True
+    ),
     # Stores that others see late.
+    "stores late: withheld": Scenario(
+        (HELD,), (((0,),),), workers=1, waits=False, stream=True, store_buffers=True
+    ),
     "stores late: one task": Scenario((TASK,), (((0,),),), workers=1, waits=False, store_buffers=True),
     "stores late: one task, two workers": Scenario((TASK,), (((0,),),), waits=False, store_buffers=True),
 }
@@ -52,6 +67,9 @@ LARGE = {
     ),
     "more tasks than slots, idling": Scenario((TASK,) * 3, (((0, 1, 2),),), workers=1),
     "park request, two workers": Scenario((TASK, TASK), (((0, 1),),), idle=False, park_request=True),
+    "withheld, and one behind": Scenario(
+        (HELD, TASK), (((0,), (1,)),), workers=1, waits=False, stream=True, late_start=False, launched=False
+    ),
     "stores late: two producers": Scenario(
         (TASK, TASK), ONE_EACH, workers=1, waits=False, store_buffers=True, late_start=False
     ),

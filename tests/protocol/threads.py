@@ -51,12 +51,22 @@ def make_producer(m: Any, ring: ModuleType, machine: Any) -> Any:
     ZERO, ONE, RANGES, SLOTS = u64(0), u64(1), m.private, u64(8)
     NEVER = u64((1 << 64) - 1)
     PARKED = u64(ring.PARKED)
+    hold, store_release, DONE = ring.make_hold(m), m.store_release_sys, u64(ring.DONE)
     polls, PENDING = machine.scenario.polls, u64(ring.PENDING_STATUS)
     tasks, waits = machine.scenario.tasks, machine.scenario.waits
 
     def producer(host: Any, batches: Any) -> None:
         ranges: tuple[tuple[Any, Any], ...] = ()
         for batch in batches:
+            if tasks[batch[0]].held:
+                answer = PARKED
+                while answer != DONE:
+                    position, answer = hold(host, NEVER)
+                    if answer == PARKED:
+                        launch(host)
+                store_release(machine.watched_at, position + ONE)
+                ranges = (*ranges, (position, ONE))
+                continue
             source = machine.task_at + u64(batch[0] * TASK_BYTES)
             left = u64(len(batch))
             after = tasks[batch[0]].after  # earlier tasks of this producer
@@ -126,6 +136,41 @@ def make_stepper(m: Any, ring: ModuleType, machine: Any) -> Any:
                 source = source + granted * u64(TASK_BYTES)
 
     return stepper
+
+
+def make_stream(m: Any, ring: ModuleType, machine: Any) -> Any:
+    """`stream(host)`: is given the withheld position, and stores its stamp when it gets there."""
+    u64, load_acquire, store_release = m.u64, m.load_acquire_sys, m.store_release_sys
+    ONE, EIGHT, mask = u64(1), u64(8), u64(machine.scenario.capacity - 1)
+    start = u64(machine.scenario.start)
+
+    def stream(host: Any) -> None:
+        stamp = start
+        while stamp == start:
+            stamp = load_acquire(machine.watched_at)
+        store_release(machine.stamps_at + ((stamp - ONE) & mask) * EIGHT, stamp)
+
+    return stream
+
+
+def make_watcher(m: Any, ring: ModuleType, machine: Any) -> Any:
+    """`watcher(host)`: the thread that watches, from being told of a position until the pump passed it."""
+    u64, load_acquire = m.u64, m.load_acquire_sys
+    watch, launch = ring.make_watch(m), make_launch(m, ring, machine)
+    NEVER, PARKED, DONE = u64((1 << 64) - 1), u64(ring.PARKED), u64(ring.DONE)
+    start = u64(machine.scenario.start)
+
+    def watcher(host: Any) -> None:
+        told = start
+        while told == start:
+            told = load_acquire(machine.watched_at)
+        answer = PARKED
+        while answer != DONE:
+            answer = watch(host, NEVER)
+            if answer == PARKED:
+                launch(host)
+
+    return watcher
 
 
 def make_spare(m: Any, ring: ModuleType, machine: Any) -> Any:

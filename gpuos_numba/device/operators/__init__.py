@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...descriptor import DType
+from ...descriptor import STATUS_BITS, DType, offset
 from ...machines.base import Body, Primitives
+from ...protocol import CONTEXT, field
 from . import attention, cache, elementwise, interpreter, mask, matrix, movement, norm, reduce, rope, softmax
 from .planning import TILE
-from .table import CONTROL_IDS, Kernel, Plan
+from .table import CONTROL_IDS, JOIN_ID, Kernel, Plan
 from .table import Operator as Operator
 
 
@@ -25,7 +26,43 @@ def make_nop(m: Primitives) -> Body:
     return nop
 
 
+def make_join(m: Primitives) -> Body:
+    """Ends after other tasks: `scalars` holds the first position and how many; all lie below its own.
+
+    A worker may wait for lower positions, for those were handed out before.
+    """
+    u64, thread_index, block_width = m.u64, m.thread_index, m.block_width
+    load_u64, load_task_u64 = m.load_u64, m.load_task_u64
+    load_acquire_gpu, pause = m.load_acquire_gpu, m.pause
+    OK = np.int32(0)
+    FIRST, COUNT = u64(offset("scalars")), u64(offset("scalars") + 8)
+    DEVICE_DONE, MASK = u64(field(CONTEXT, "device_done")), u64(field(CONTEXT, "mask"))
+    ZERO, ONE, EIGHT, SHIFT, TOP_BIT = u64(0), u64(1), u64(8), u64(STATUS_BITS), u64(1 << 63)
+
+    def join(context: Any, task: Any, tile: Any, arena: Any) -> Any:
+        first = load_task_u64(task + FIRST)
+        count = load_task_u64(task + COUNT)
+        done = load_u64(context + DEVICE_DONE)
+        mask = load_u64(context + MASK)
+        index = thread_index()
+        while index < count:
+            position = first + index
+            target = (position + ONE) << SHIFT
+            spins = ZERO
+            # Acquire: what the task wrote is visible, and after the worker's next barrier and fence to who
+            # sees this one's end. Pairs with device/worker.py, publish. A later lap's word counts as done.
+            while load_acquire_gpu(done + (position & mask) * EIGHT) - target >= TOP_BIT:
+                pause(spins)
+                spins += ONE
+            index += block_width()
+        return OK
+
+    return join
+
+
 _NOP: Final = Kernel(CONTROL_IDS, "nop", make_nop)
+JOIN: Final = Kernel(JOIN_ID, "join", make_join)
+"""Internal: see host/streams.py."""
 
 _CONTROL: Final = (
     Operator(
@@ -37,7 +74,7 @@ _CONTROL: Final = (
         "nothing: for measuring, and for ordering",
         infer=lambda inputs: (),
         plan=lambda inputs, outputs, blocks: Plan(_NOP.op_id, 0),
-        kernels=(_NOP,),
+        kernels=(_NOP, JOIN),
         spec=None,
     ),
 )
