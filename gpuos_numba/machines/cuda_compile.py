@@ -358,9 +358,9 @@ def link(capability: tuple[int, int], threads: int, injected: Mapping[int, Code]
         ObjectCode.from_cubin(part) if part.startswith(ELF) else ObjectCode.from_ptx(part) for part in parts
     ]
     options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", ptxas_options=["-v"])
-    linker = Linker(*codes, options=options)
     try:
+        linker = Linker(*codes, options=options)
         cubin = linker.link("cubin")
     except Exception as error:  # whatever the linker's wrapper raises, which differs by its backend
-        raise MachineError(f"linking failed: {error}\n{linker.get_error_log()}"[:2000]) from error
+        raise MachineError(f"linking failed: {str(error)[:2000]}") from error
     return Generation(bytes(cubin.code), capability, objects.log + linker.get_info_log())
