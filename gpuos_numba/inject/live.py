@@ -130,6 +130,10 @@ class Injected:
         """All that are current."""
         return tuple(self._current)
 
+    def on_trial(self) -> tuple[str, ...]:
+        """Names that a trial draws for."""
+        return tuple(self._trials)
+
     def check_free(self, name: str, replace: bool) -> None:
         """Raises ArgumentError where the name is taken and `replace` is False."""
         if not replace and name in self._current:
