@@ -38,6 +38,8 @@ from .errors import (
     WaitTimeout,
 )
 from .host.completion import Ticket
+from .inject.device_operator import device_operator
+from .inject.trial import Outcome, Trial
 from .runtime import Batch, Runtime, Stats
 
 __version__ = "0.1.0"
@@ -62,14 +64,17 @@ __all__ = [
     "IntegrityError",
     "MachineError",
     "Operator",
+    "Outcome",
     "QueueFull",
     "Runtime",
     "Stats",
     "Status",
     "TaskError",
     "Ticket",
+    "Trial",
     "UnknownOperatorError",
     "WaitTimeout",
+    "device_operator",
     "operators",
     "testing",
 ]

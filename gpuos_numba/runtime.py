@@ -41,7 +41,6 @@ from .errors import (
     ArgumentError,
     ClosedError,
     DTypeError,
-    GpuosError,
     HangError,
     MachineError,
     QueueFull,
@@ -701,8 +700,7 @@ class Runtime:
 
     def __getattr__(self, name: str) -> Any:
         injected = self.__dict__.get("_injected")
-        operator = injected.get(name) if injected is not None else None
-        if operator is None:
+        if injected is None or injected.version(name) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute or operator {name!r}")
 
         def call(*inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:

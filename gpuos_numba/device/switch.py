@@ -49,9 +49,7 @@ def render_injected(cases: Sequence[tuple[int, str]]) -> str:
 def render(kernels: Sequence[Kernel]) -> str:
     """Source of `gpuos_dispatch(context, op_id, task, tile, arena)` over these kernels."""
     template = environment().get_template("switch.py.jinja")
-    return template.render(
-        cases=cases(kernels), hot=HOT, injected=INJECTED, injected_ids=INJECTED_IDS
-    )
+    return template.render(cases=cases(kernels), hot=HOT, injected=INJECTED, injected_ids=INJECTED_IDS)
 
 
 def _nothing_injected(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:

@@ -10,6 +10,7 @@ from ..device.operators import TABLE, Operator
 from ..errors import ArgumentError, GpuosError
 from . import request
 from .check import check_name
+from .device_operator import DeviceOperator
 from .live import Version, make_interpreted
 from .request import ELEMENTWISE, FLOAT_NAMES, ROLES, Request
 from .trial import Trial
@@ -44,12 +45,16 @@ def _make_request(
             raise ArgumentError(f"{name}: steps and arguments are of other templates than {template}")
         if expression is not None:
             if template == "reduce":
-                raise ArgumentError(f"{name}: a reduction has no one expression: give map=, combine=, identity=")
+                raise ArgumentError(
+                    f"{name}: a reduction has no one expression: give map=, combine=, identity="
+                )
             roles = {"value": expression, **roles}
         wrong = sorted(roles.keys() - known)
         if wrong or (template == "rowwise" and "value" not in roles):
             what = f"{wrong[0]}=" if wrong else "no value="
-            raise ArgumentError(f"{name}: {what} given, the template {template} takes {', '.join(sorted(known))}")
+            raise ArgumentError(
+                f"{name}: {what} given, the template {template} takes {', '.join(sorted(known))}"
+            )
         make = request.reduce if template == "reduce" else request.rowwise
         return make(name, **roles, dtypes=taken)
     if roles or steps is not None:
@@ -61,7 +66,9 @@ def _make_request(
         raise ArgumentError(f'{name!r}: give an expression, as in rt.inject("swish", "x / (1 + exp(-x))")')
     made = request.elementwise(name, expression, arguments, taken)
     if template in ELEMENTWISE and made.template != template:
-        raise ArgumentError(f"{made.name}: takes {made.arity} array(s), which is {made.template}, not {template}")
+        raise ArgumentError(
+            f"{made.name}: takes {made.arity} array(s), which is {made.template}, not {template}"
+        )
     return made
 
 
@@ -85,7 +92,8 @@ def inject(
         if wait not in WAITS:
             raise ArgumentError(f"wait={wait!r}: choose from {', '.join(WAITS)}")
         if getattr(name, "gpuos_device_operator", None) is not None:
-            return name.gpuos_device_operator.inject(rt, replace)
+            device: DeviceOperator = name.gpuos_device_operator
+            return device.inject(rt, replace)
         asked = _make_request(name, expression, **given)
         own = {each for each in dir(Runtime) if each not in TABLE}
         check_name(asked.name, reserved=own if builtin else {*TABLE, *own})
@@ -147,7 +155,9 @@ def ab(rt: Runtime, name: str, fraction: float, candidate: Operator | str | None
         raise ArgumentError(f"there is no operator {name!r} to put on trial")
     if candidate is None:
         before = injected.before(name)
-        candidate = before.operator if before is not None else TABLE.get(name) if version is not None else None
+        candidate = (
+            before.operator if before is not None else TABLE.get(name) if version is not None else None
+        )
     if candidate is None:
         raise ArgumentError(
             f"{name} replaced nothing: pass candidate=, an operator or the name of one, injected or not"

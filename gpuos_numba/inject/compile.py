@@ -1,4 +1,4 @@
-"""A request arrives, machine code of its bodies leaves: from the signed cache, or from the process that compiles.
+"""A request arrives, machine code of its bodies leaves: from the signed cache, or from the compiling process.
 
 A body's symbol is made of its content key, so equal code has one name, whoever asked for it.
 """
@@ -6,6 +6,7 @@ A body's symbol is made of its content key, so equal code has one name, whoever 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -104,12 +105,27 @@ class Compiler:
         made.codes = {variant: made.codes[variant] for variant in keys}
         return made
 
+    def compile_worker(self, inlined: Sequence[tuple[int, Rendered, str]]) -> Code:
+        """A worker that has bodies, (id, source, variant), inlined. Some seconds. Raises MachineError."""
+        sources = [
+            {"op_id": op_id, "name": each.name, "source": each.source, "variant": variant}
+            for op_id, each, variant in inlined
+        ]
+        text = f"{json.dumps(sources)}\n# worker, {self.threads} threads"
+        key = content_key(text, self.target)
+        data = self._store.get("object", key)
+        if data is None:
+            request = {"name": "worker", "target": self.target, "threads": self.threads}
+            ((head, data),) = server().ask({**request, "inlined": sources, "bodies": [["worker", ""]]})
+            if "error" in head:
+                raise MachineError(f"compiling the worker failed: {head['error']}")
+            self._store.put("object", key, data)
+        return Code("gpuos_worker", data)
+
     def _ask(self, rendered: Rendered, arity: int, keys: Mapping[str, str]) -> dict[str, bytes]:
         file = f"<{rendered.file_name}>"
-        try:
+        with contextlib.suppress(OSError):  # errors then show no line of a file
             file = str(render.write(rendered, cache_folder() / "sources"))
-        except OSError:
-            pass  # errors then show no line of a file
         request = {
             "name": rendered.name,
             "source": rendered.source,
@@ -149,7 +165,10 @@ class Server:
         if process is not None and self._pid == os.getpid() and process.poll() is None:
             return process
         package = str(Path(__file__).resolve().parents[2])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]),
+        }
         environment["CUDA_VISIBLE_DEVICES"] = ""  # compiling needs no GPU, and must not hold memory of one
         process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.compile_server"],
@@ -185,10 +204,8 @@ class Server:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    try:
+                    with contextlib.suppress(OSError):  # what was buffered has nobody to read it
                         pipe.close()
-                    except OSError:
-                        pass  # what was buffered has nobody to read it
 
     def close(self) -> None:
         """End the process, also in the middle of a compilation."""
@@ -201,4 +218,3 @@ def server() -> Server:
     made = Server()
     atexit.register(made.close)
     return made
-

@@ -6,7 +6,9 @@ Numba holds the GIL while it compiles, so this is no thread of the user's proces
 once and stays; each body is compiled in a fork of it, so that bodies of one source compile at the same time
 and a compiler that crashes takes one body with it. It ends when its standard input does.
 
-    request    one line of JSON: name, source, file, arity, target, threads, bodies = [[variant, symbol], ...]
+    request    one line of JSON: name, source, file, arity, target, threads, bodies = [[variant, symbol], ...];
+               or name, target, threads, inlined = [{"op_id", "name", "source", "variant"}, ...] and
+               bodies = [["worker", ""]], for a worker that has these bodies inlined
     answer     one line of JSON: [{"size", "log", "took_s"} or {"error"}, ...], then the bodies' bytes
 """
 
@@ -29,6 +31,12 @@ def compile_one(request: dict[str, Any], variant: str, symbol: str) -> Answer:
     namespace: dict[str, Any] = {"__name__": f"gpuos_injected_{request['name']}"}
     name, target = request["name"], request["target"]
     try:
+        if variant == "worker":
+            from ..machines import cuda_inject
+
+            factories = {each["op_id"]: _factory(each) for each in request["inlined"]}
+            data, log = cuda_inject.compile_inlined(factories, target, request["threads"])
+            return {"size": len(data), "log": log, "took_s": time.perf_counter() - begin}, data
         exec(compile(request["source"], request["file"], "exec"), namespace)
         if target.startswith("cpu"):
             from ..machines import cpu, cpu_memory
@@ -42,17 +50,26 @@ def compile_one(request: dict[str, Any], variant: str, symbol: str) -> Answer:
                 namespace, name, variant, request["arity"], symbol, target, request["threads"]
             )
     except Exception as error:  # a compiler raises what it likes; the user reads it
-        where = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == request["file"]]
+        where = [
+            each for each in traceback.extract_tb(error.__traceback__) if each.filename == request["file"]
+        ]
         place = f" (line {where[-1].lineno} of {request['file']})" if where else ""
         text = str(error).strip()
         return {"error": f"{type(error).__name__}: {text[-1500:]}{place}"}, b""
     return {"size": len(data), "log": log, "took_s": time.perf_counter() - begin}, data
 
 
+def _factory(inlined: dict[str, Any]) -> Any:
+    """Of a body that the worker is to have inlined."""
+    namespace: dict[str, Any] = {"__name__": f"gpuos_injected_{inlined['name']}"}
+    exec(compile(inlined["source"], f"<{inlined['name']}>", "exec"), namespace)
+    return namespace[f"make_{inlined['name']}_{inlined['variant']}"]
+
+
 def _prepare(request: dict[str, Any]) -> None:
     """What all forks need, here, so that they inherit it."""
     if request["target"].startswith("cpu"):
-        from ..machines import cpu_memory  # noqa: F401
+        from ..machines import cpu, cpu_memory  # noqa: F401
     else:
         from ..machines import cuda_inject
 

@@ -150,8 +150,9 @@ class Injected:
             self.generation += 1
             what, operator = "inject" if before is None else "replace", version.operator
             template = version.request.template if version.request else "device"
+            formula = operator.formula[:200] if operator else ""
             self._write(Event(what, version.name, template, generation=self.generation,
-                              timings_s=timings_s, detail=operator.formula[:200] if operator else ""))  # fmt: skip
+                              timings_s=timings_s, detail=formula))  # fmt: skip
         del before, forgotten
 
     def _put(self, name: str, version: Version | None) -> None:

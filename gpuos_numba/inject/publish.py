@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ..device.operators.table import INJECTED_IDS, Operator
@@ -31,10 +31,12 @@ from .compile import Compiled, Compiler, server
 from .live import Injected, Version
 from .operators import make_operator
 from .render import load, render
+from .request import Request
 from .selftest import self_test
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
+    from .device_operator import DeviceOperator
 
 QUIET_S: Final = 0.05
 """A version that is replaced sooner than this is never compiled."""
@@ -59,6 +61,7 @@ class Publisher:
         self._next_id = INJECTED_IDS
         self._bodies: dict[int, tuple[weakref.ref[Operator], Code]] = {}
         self._known: weakref.WeakValueDictionary[str, Operator] = weakref.WeakValueDictionary()
+        self._worker: Code | None = None  # with bodies inlined, where there is one
         self.loads = 0
         """Generations that were loaded."""
 
@@ -120,9 +123,7 @@ class Publisher:
             except (GpuosError, OSError) as error:
                 version.error = error
                 self._injected.note(Event("compile", version.name, outcome=str(error)[:300]))
-                warnings.warn(
-                    f"{version.name} stays interpreted: {error}", RuntimeWarning, stacklevel=2
-                )
+                warnings.warn(f"{version.name} stays interpreted: {error}", RuntimeWarning, stacklevel=2)
             finally:
                 version.done.set()
         return not self._closed
@@ -164,9 +165,7 @@ class Publisher:
                 operator = make_operator(request, factories, self._take_ids(len(stage)))
                 if interpreted is not None:
                     fallback = None if whole else interpreted
-                    operator = dataclasses.replace(
-                        operator, formula=interpreted.formula, fallback=fallback
-                    )
+                    operator = dataclasses.replace(operator, formula=interpreted.formula, fallback=fallback)
                 self.go_live(version, operator, compiled, now, "compiled" if whole else "partly")
                 if whole:
                     self._known[text] = operator
@@ -174,6 +173,19 @@ class Publisher:
                 elif now:
                     self.later(version)
                     return
+
+    def build_device(self, version: Version, device: DeviceOperator) -> None:
+        """The same of a body that a user wrote. Raises as `build` does."""
+        with self._building:
+            rendered = device.rendered()
+            compiled = self._compiler.compile(rendered, device.inputs)
+
+            def make(m: Any) -> Any:
+                return load(rendered)["body"](m)
+
+            operator = device.make_operator(self._take_ids(1), make)
+            self.go_live(version, operator, compiled, True, "compiled")
+            version.done.set()
 
     def _take_ids(self, count: int) -> int:
         first = self._next_id
@@ -185,8 +197,7 @@ class Publisher:
     ) -> None:
         """Load, test and publish an operator whose kernels have the compiled bodies, in order."""
         codes = {
-            kernel.op_id: code
-            for kernel, code in zip(operator.kernels, compiled.codes.values(), strict=True)
+            kernel.op_id: code for kernel, code in zip(operator.kernels, compiled.codes.values(), strict=True)
         }
         self._install(operator, codes, now, compiled.timings_s)
         begin = time.perf_counter()
@@ -214,7 +225,7 @@ class Publisher:
             self._bodies = {at: each for at, each in self._bodies.items() if each[0]() is not None}
             held = [each[0]() for each in self._bodies.values()]  # stay until they are loaded
             alive = {at: code for at, (_, code) in self._bodies.items()}
-            generation = self._machine.link({**alive, **codes})
+            generation = self._machine.link({**alive, **codes}, self._worker)
             timings_s["link"] = time.perf_counter() - begin
             self._load(generation, now, timings_s)
             self._bodies |= {op_id: (weakref.ref(operator), code) for op_id, code in codes.items()}
@@ -240,6 +251,28 @@ class Publisher:
                 self._keeper.unpark()
         self.loads += 1
         timings_s["load"] = time.perf_counter() - begin
+
+    # --- inlining ---
+
+    def inline(self, chosen: Sequence[tuple[int, Request]], better: Callable[[], bool]) -> bool:
+        """Load a worker that has bodies, (id, request), inlined, and keep it if `better` says so.
+
+        Raises MachineError, ClosedError: as `build` does.
+        """
+        with self._building:
+            worker = self._compiler.compile_worker(
+                [(op_id, render(request), "plain") for op_id, request in chosen]
+            )
+            with self._installing:
+                alive = {at: code for at, (ref, code) in self._bodies.items() if ref() is not None}
+                self._load(self._machine.link(alive, worker), True, {})
+            if better():
+                self._worker = worker
+                return True
+            with self._installing:
+                if not self._closed:
+                    self._machine.swap()
+            return False
 
     def _withdraw(self, codes: Mapping[int, Code]) -> None:
         """Back to the generation before, which is still loaded."""

@@ -68,6 +68,8 @@ def _cases(operator: Operator) -> Iterator[tuple[list[np.ndarray[Any, Any]], int
     shapes: list[tuple[tuple[int, ...], int]] = [((515,), 1), ((77,), 2)]
     if operator.parameters:
         shapes = [((5, 33), 1), ((2, 1100), 1), ((4, 50), 2)]
+    if operator.kernels[0].name.endswith(".body"):
+        shapes = shapes[:1]  # of a user, who takes contiguous operands alone
     for name, kind in (("F32", np.float32), ("F16", np.float16)):
         if name in names:
             for shape, step in shapes if name == "F32" else shapes[:1]:
@@ -91,7 +93,9 @@ def self_test(rt: Runtime, machine: Machine, operator: Operator) -> None:
         rt.submit(operator, [each.array for each in inputs], out.array).result(TIMEOUT_S)
         found, untouched = out.read()
         if not untouched:
-            raise MachineError(f"{operator.name} wrote behind its output in its self-test: it is not made live")
+            raise MachineError(
+                f"{operator.name} wrote behind its output in its self-test: it is not made live"
+            )
         if wanted is None:
             continue
         rtol, atol = (1e-4, 1e-6) if operands[0].dtype == np.float32 else (4e-3, 1e-6)
@@ -100,6 +104,6 @@ def self_test(rt: Runtime, machine: Machine, operator: Operator) -> None:
             same = np.isclose(found.astype(np.float64), expected, rtol, atol, equal_nan=True)
         if same.mean() < ENOUGH:
             raise MachineError(
-                f"{operator.name}: {same.size - np.count_nonzero(same)} of {same.size} elements differ from its "
-                "formula in its self-test: it is not made live"
+                f"{operator.name}: {same.size - np.count_nonzero(same)} of {same.size} elements differ from "
+                "its formula in its self-test: it is not made live"
             )

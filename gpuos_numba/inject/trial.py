@@ -49,11 +49,13 @@ class Trial:
         end: Callable[[Trial], None],
     ) -> None:  # fmt: skip
         if not 0 <= fraction <= 1:
-            raise ArgumentError(f"fraction={fraction!r}: give the candidate's share of the tasks, from 0 to 1")
+            raise ArgumentError(
+                f"fraction={fraction!r}: give the candidate's share of the tasks, from 0 to 1"
+            )
         if candidate.inputs != current.inputs or candidate.outputs != current.outputs:
             raise ArgumentError(
-                f"{name}: the candidate takes {candidate.inputs} inputs and the current one {current.inputs}: "
-                "they cannot stand in for each other"
+                f"{name}: the candidate takes {candidate.inputs} inputs and the current one {current.inputs}: they "
+                "cannot stand in for each other"
             )
         self.name, self.fraction = name, fraction
         self._rt, self._current, self._candidate, self._end = rt, current, candidate, end
@@ -104,7 +106,11 @@ class Trial:
     def outcome(self) -> Outcome:
         """What is known by now."""
         with self._lock:
-            return Outcome(*self._counts, *self._times_ns, self._compared, self._different, self._largest)
+            current, candidate = self._counts
+            current_ns, candidate_ns = self._times_ns
+            return Outcome(
+                current, candidate, current_ns, candidate_ns, self._compared, self._different, self._largest
+            )
 
     def stop(self) -> Outcome:
         """Give all tasks to the current operator again. Stopping twice is harmless."""

@@ -178,8 +178,14 @@ class Machine(Protocol):
     loads_parked: bool
     """Whether `load` needs an executor that has left, and stays away until it returns."""
 
-    def link(self, codes: Mapping[int, Code]) -> Any:
-        """A generation with these injected bodies by id, to be loaded. Raises MachineError."""
+    inlines: bool
+    """Whether a worker can be compiled that has injected bodies inlined."""
+
+    def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> Any:
+        """A generation with these injected bodies by id, to be loaded; worker: that instead of the usual one.
+
+        Raises MachineError.
+        """
 
     def load(self, generation: Any) -> None:
         """Make a generation the active one, and the active one the standby; what stood by is unloaded.

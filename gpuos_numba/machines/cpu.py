@@ -115,7 +115,7 @@ class CpuMachine:
 
     name = "cpu"
     idle_floor_s = 0.002
-    loads_parked = False
+    loads_parked = inlines = False
     threads = 1
 
     def __init__(self, config: Config) -> None:
@@ -156,12 +156,12 @@ class CpuMachine:
         self._device[at : at + values.nbytes] = values.view(np.uint8)
 
     def prepare(self, op_id: int) -> None:
-        if op_id < INJECTED_IDS:
+        if self.arrays.table[op_id] == 0:  # otherwise it came with a generation
             self.arrays.table[op_id] = compiled_kernel(op_id).address
 
     # --- generations: what the table holds for the injected ids ---
 
-    def link(self, codes: Mapping[int, Code]) -> dict[int, _Loaded]:
+    def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> dict[int, _Loaded]:
         if max(codes, default=0) >= len(self.arrays.table):
             raise MachineError(
                 f"{len(self.arrays.table) - INJECTED_IDS} bodies were injected into this Runtime, more than "

@@ -88,6 +88,7 @@ class DeviceBytes:
 
     def __init__(self, pointer: int, size: int) -> None:
         self.shape = (size,)
+        self.pointer = pointer
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
@@ -101,7 +102,7 @@ class CudaMachine:
 
     name = "cuda"
     idle_floor_s = 0.0
-    loads_parked = True
+    loads_parked = inlines = True
 
     def __init__(self, config: Config, device: int) -> None:
         driver = self._driver = _driver()
@@ -136,7 +137,8 @@ class CudaMachine:
         with self._current():
             self._allocate(config)
             self._bind()
-            self._active, self._standby = self._open(generation.cubin), None
+            self._active = self._open(generation.cubin)
+            self._standby: _Loaded | None = None
         # Tickets and stats read the done words after close(): they go with the last who can ask.
         finalizer = weakref.finalize(
             self, _free_host, driver, self._context_handle, self._pinned, self._handle
@@ -215,10 +217,10 @@ class CudaMachine:
             raise
         return _Loaded(cubin, library, ctypes.c_void_p(int(function)))
 
-    def link(self, codes: Mapping[int, Code]) -> bytes:
+    def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> bytes:
         from . import cuda_compile
 
-        return cuda_compile.link(self._capability, self.threads, codes).cubin
+        return cuda_compile.link(self._capability, self.threads, codes, worker).cubin
 
     def load(self, generation: bytes) -> None:
         with self._current():
@@ -279,9 +281,10 @@ class CudaMachine:
 
     def download(self, array: DeviceBytes) -> np.ndarray[Any, Any]:
         values = np.zeros(array.shape, np.uint8)
-        pointer = array.__cuda_array_interface__["data"][0]
         with self._current():
-            _check(self._driver.cuMemcpyDtoHAsync(values.ctypes.data, pointer, values.nbytes, self._copies))
+            _check(
+                self._driver.cuMemcpyDtoHAsync(values.ctypes.data, array.pointer, values.nbytes, self._copies)
+            )
             _check(self._driver.cuStreamSynchronize(self._copies))
         return values
 

@@ -136,11 +136,14 @@ def compile_pump(capability: tuple[int, int]) -> str:
 class _WithSwitch:
     """The CUDA primitives, with the switch, and what the worker runs without it."""
 
-    def __init__(self) -> None:
+    def __init__(self, inlined: Mapping[int, Callable[..., Any]]) -> None:
         kernels = tuple(KERNELS.values())
         bodies = {kernel.symbol: _declare(kernel.symbol) for kernel in kernels}
         self.is_plain, self.run_plain = elementwise.make_run_plain(m)
-        bodies[switch.INJECTED] = cuda.declare_device(switch.INJECTED, INJECTED_SIGNATURE, abi="c")
+        injected = cuda.declare_device(switch.INJECTED, INJECTED_SIGNATURE, abi="c")
+        for op_id, make in inlined.items():
+            injected = _inline(op_id, m.device(make(m)), injected)
+        bodies[switch.INJECTED] = injected
         called = m.device(switch.build(kernels, bodies))
 
         def dispatch(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
@@ -152,12 +155,27 @@ class _WithSwitch:
         return getattr(m, name)
 
 
+def _inline(own_id: int, body: Any, otherwise: Any) -> Any:
+    """`otherwise`, but one id goes to a body at once."""
+    OWN = m.u64(own_id)
+
+    def injected(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
+        if op_id == OWN:
+            return body(context, task, tile, arena)
+        return otherwise(context, op_id, task, tile, arena)
+
+    return m.device(injected)
+
+
 def _declare(symbol: str) -> Any:
     return cuda.declare_device(symbol, m.OPERATOR_SIGNATURE, abi="c")
 
 
-def compile_worker(capability: tuple[int, int]) -> str:
-    body = _returning_status(make_worker(cast("Any", _WithSwitch())))
+def compile_worker(
+    capability: tuple[int, int], inlined: Mapping[int, Callable[..., Any]] | None = None
+) -> str:
+    """inlined: factories of injected bodies by id, which become part of the worker."""
+    body = _returning_status(make_worker(cast("Any", _WithSwitch(inlined or {}))))
     return _compile(body, WORKER_SIGNATURE, WORKER, capability)
 
 
@@ -342,8 +360,12 @@ def _unpack_objects(data: bytes) -> Objects:
     return Objects(codes, head["log"])
 
 
-def link(capability: tuple[int, int], threads: int, injected: Mapping[int, Code]) -> Generation:
+def link(
+    capability: tuple[int, int], threads: int, injected: Mapping[int, Code], worker: Code | None = None
+) -> Generation:
     """An executor with these operators besides those of the table; milliseconds once the parts are built.
+
+    worker: its object, where it is not the usual one.
 
     Raises:
         MachineError: a tool of the toolchain failed; the message is its own.
@@ -351,9 +373,10 @@ def link(capability: tuple[int, int], threads: int, injected: Mapping[int, Code]
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     objects = build_objects(capability, threads)
+    usual = objects.codes if worker is None else {**objects.codes, WORKER: worker.data}
     bodies = {code.symbol: code.data for code in injected.values()}
     cases = [(op_id, code.symbol) for op_id, code in injected.items()]
-    parts = [*objects.codes.values(), *bodies.values(), switch.render_injected(cases).encode()]
+    parts = [*usual.values(), *bodies.values(), switch.render_injected(cases).encode()]
     codes = [
         ObjectCode.from_cubin(part) if part.startswith(ELF) else ObjectCode.from_ptx(part) for part in parts
     ]

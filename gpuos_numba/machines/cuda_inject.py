@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from numba import cuda
@@ -20,7 +20,7 @@ from numba.cuda.cudadrv import nvvm
 
 from ..device import elementwise as bodies
 from ..errors import MachineError
-from .cuda_compile import OLDEST, _compile, _compiling_for, assemble, find_ptxas, m
+from .cuda_compile import OLDEST, _compile, _compiling_for, assemble, compile_worker, find_ptxas, m
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -104,4 +104,16 @@ def compile_injected(
     if ptx is None:
         ptx = compile_body(namespace[f"make_{name}_{variant}"], symbol)
     digits = target.removeprefix("sm_")
+    return assemble(ptx, (int(digits[:-1]), int(digits[-1])), threads, ptxas)
+
+
+def compile_inlined(
+    factories: Mapping[int, Callable[..., Any]], target: str, threads: int
+) -> tuple[bytes, str]:
+    """A worker's relocatable cubin with injected bodies by id inlined. Some seconds. Raises MachineError."""
+    ptxas = find_ptxas()
+    if ptxas is None:
+        raise MachineError("no ptxas here: pip install nvidia-cuda-nvcc, or set CUDA_HOME")
+    digits = target.removeprefix("sm_")
+    ptx = compile_worker(OLDEST, factories)
     return assemble(ptx, (int(digits[:-1]), int(digits[-1])), threads, ptxas)
