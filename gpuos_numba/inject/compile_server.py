@@ -6,7 +6,7 @@ Numba holds the GIL while it compiles, so this is no thread of the user's proces
 once and stays; each body is compiled in a fork of it, so that bodies of one source compile at the same time
 and a compiler that crashes takes one body with it. It ends when its standard input does.
 
-    request    one line of JSON: name, source, file, arity, target, threads, bodies = [[variant, symbol], ...];
+    request    one line of JSON: name, source, file, arity, target, threads, bodies = [[variant, symbol], ..];
                or name, target, threads, inlined = [{"op_id", "name", "source", "variant"}, ...] and
                bodies = [["worker", ""]], for a worker that has these bodies inlined
     answer     one line of JSON: [{"size", "log", "took_s"} or {"error"}, ...], then the bodies' bytes

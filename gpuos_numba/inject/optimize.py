@@ -39,8 +39,8 @@ def _choose(rt: Runtime, names: Sequence[str]) -> dict[str, tuple[int, Request]]
         if version is None or version.request is None or not plain:
             if names:
                 raise ArgumentError(
-                    f"{name} cannot be inlined: only what was injected element-wise, of one or two arrays, and "
-                    'is compiled by now; inject it with wait="compiled"'
+                    f"{name} cannot be inlined: only what was injected element-wise, of one or two arrays, "
+                    'and is compiled by now; inject it with wait="compiled"'
                 )
             continue
         chosen[name] = (plain[0].op_id, version.request)

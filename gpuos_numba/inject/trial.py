@@ -54,8 +54,8 @@ class Trial:
             )
         if candidate.inputs != current.inputs or candidate.outputs != current.outputs:
             raise ArgumentError(
-                f"{name}: the candidate takes {candidate.inputs} inputs and the current one {current.inputs}: they "
-                "cannot stand in for each other"
+                f"{name}: the candidate takes {candidate.inputs} inputs, the current one {current.inputs}: "
+                "they cannot stand in for each other"
             )
         self.name, self.fraction = name, fraction
         self._rt, self._current, self._candidate, self._end = rt, current, candidate, end

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import struct
+import sys
 import threading
 import time
 import weakref
@@ -85,6 +87,17 @@ def compiled_kernel(op_id: int) -> Any:
         return _compile_body(KERNELS[op_id].make)
 
 
+def _is_whole(data: bytes) -> bool:
+    """Whether an ELF file holds the sections that it says it has. Other formats are LLVM's to judge."""
+    if data[:4] != b"\x7fELF":
+        return bool(data) and sys.platform != "linux"
+    if len(data) < 64:
+        return False
+    (sections,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    return bool(0 < sections and count > 0 and sections + size * count <= len(data))
+
+
 class _Loaded:
     """An injected body as machine code in this process; gone when nobody holds it.
 
@@ -97,6 +110,8 @@ class _Loaded:
     def __init__(self, code: Code) -> None:
         from llvmlite import binding
 
+        if not _is_whole(code.data):  # LLVM does not survive it
+            raise MachineError(f"{code.symbol} is no whole object file: clear the cache")
         compiled()  # Numba's helpers have names from here on
         target = binding.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
         try:
