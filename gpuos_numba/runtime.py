@@ -261,6 +261,12 @@ def _plan(
     return operator.plan(operands, results, blocks, **dict(items)), pack_dtypes(operands, results)
 
 
+def forget_plans() -> None:
+    """Let go of operators that nobody else holds."""
+    _infer.cache_clear()
+    _plan.cache_clear()
+
+
 class Runtime:
     """An executor and the ring that feeds it.
 

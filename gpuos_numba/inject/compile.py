@@ -27,8 +27,6 @@ from .render import Rendered
 from .store import Store, cache_folder
 
 SYMBOL_DIGITS: Final = 32
-FOREGROUND: Final = ("plain", "rows", "body")
-"""Variants that are worth waiting for before the others."""
 
 
 @dataclass(slots=True)
@@ -69,7 +67,12 @@ class Compiler:
 
     def missing(self, rendered: Rendered) -> list[str]:
         """The variants that are not in the cache."""
-        return [each for each in rendered.variants if self._get(rendered, each)[1] is None]
+        return [each for each in self.variants(rendered) if self._get(rendered, each)[1] is None]
+
+    def variants(self, rendered: Rendered) -> tuple[str, ...]:
+        """Those that are worth compiling: on the CPU the body for all dtypes serves halves as well."""
+        unneeded = "half" if self.target.startswith("cpu") else ""
+        return tuple(each for each in rendered.variants if each != unneeded)
 
     def _get(self, rendered: Rendered, variant: str) -> tuple[str, bytes | None]:
         key = body_key(rendered, variant, self.target, self.threads)
@@ -84,7 +87,7 @@ class Compiler:
         begin = time.perf_counter()
         made = Compiled()
         keys, wanted = {}, []
-        for variant in variants or rendered.variants:
+        for variant in variants or self.variants(rendered):
             key, data = self._get(rendered, variant)
             keys[variant] = key
             if data is None:

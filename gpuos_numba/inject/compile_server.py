@@ -14,6 +14,7 @@ and a compiler that crashes takes one body with it. It ends when its standard in
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -66,10 +67,32 @@ def _factory(inlined: dict[str, Any]) -> Any:
     return namespace[f"make_{inlined['name']}_{inlined['variant']}"]
 
 
+def _identity(m: Any) -> Any:
+    def value(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        return x
+
+    return value
+
+
+@functools.cache
+def _warm_cpu(variant: str) -> None:
+    """Compile a body of a kind once, so that forks find the helpers that all of the kind share."""
+    from ..device import elementwise
+    from ..machines import cpu, cpu_memory
+
+    m: Any = cpu_memory
+    if variant == "any":
+        entry = elementwise.Entry(0, _identity)
+        cpu.compile_object(elementwise.make_typed(m, elementwise.compute_f32(m), entry), "gpuos_warm_any")
+    elif variant == "plain":
+        cpu.compile_object(elementwise.make_plain(m, 1, _identity), "gpuos_warm_plain")
+
+
 def _prepare(request: dict[str, Any]) -> None:
     """What all forks need, here, so that they inherit it."""
     if request["target"].startswith("cpu"):
-        from ..machines import cpu, cpu_memory  # noqa: F401
+        for variant, _ in request["bodies"]:
+            _warm_cpu(variant)
     else:
         from ..machines import cuda_inject
 

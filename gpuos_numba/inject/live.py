@@ -95,7 +95,9 @@ class Injected:
         self._lock = threading.Lock()
         self._current: dict[str, Version] = {}
         self._undo: deque[tuple[str, Version | None]] = deque()  # what each change replaced
-        self._versions: weakref.WeakKeyDictionary[Operator, Version] = weakref.WeakKeyDictionary()
+        # Weak both ways, for a version holds its operator: what nobody can ask for any more goes.
+        self._versions: weakref.WeakKeyDictionary[Operator, weakref.ref[Version]]
+        self._versions = weakref.WeakKeyDictionary()
         self._trials: dict[str, Trial] = {}
         self._audit: AuditLog | None = None
         self._warned = False
@@ -110,7 +112,8 @@ class Injected:
 
     def latest(self, operator: Operator) -> Operator:
         """What runs by now what an operator was when it was injected."""
-        version = self._versions.get(operator)
+        known = self._versions.get(operator)
+        version = known() if known is not None else None
         return operator if version is None or version.operator is None else version.operator
 
     def version(self, name: str) -> Version | None:
@@ -161,14 +164,14 @@ class Injected:
             self._current.pop(name, None)
         else:
             if version.operator is not None:
-                self._versions[version.operator] = version
+                self._versions[version.operator] = weakref.ref(version)
             self._current[name] = version
 
     def upgrade(self, version: Version, operator: Operator, stage: str, event: Event | None = None) -> None:
         """Let an operator run a version from now on, in all tasks that are submitted after this."""
         with self._lock:
             version.operator, version.stage = operator, stage
-            self._versions[operator] = version
+            self._versions[operator] = weakref.ref(version)
             if event is not None:
                 self._write(dataclasses.replace(event, generation=self.generation))
 

@@ -154,14 +154,15 @@ class Publisher:
             rendering_s = time.perf_counter() - begin
             interpreted = version.operator
             missing = self._compiler.missing(rendered) if interpreted is not None else []
-            stages = [rendered.variants]
-            if "plain" in rendered.variants and missing not in ([], ["plain"]):
+            variants = self._compiler.variants(rendered)
+            stages = [variants]
+            if "plain" in variants and missing not in ([], ["plain"]):
                 stages.insert(0, ("plain",))
             for stage in stages:
                 compiled = self._compiler.compile(rendered, request.arity, stage)
                 compiled.timings_s["render"] = rendering_s
                 factories = {name: make for name, make in load(rendered).items() if name in stage}
-                whole = stage == rendered.variants
+                whole = stage == variants
                 operator = make_operator(request, factories, self._take_ids(len(stage)))
                 if interpreted is not None:
                     fallback = None if whole else interpreted
@@ -220,8 +221,11 @@ class Publisher:
     def _install(
         self, operator: Operator, codes: Mapping[int, Code], now: bool, timings_s: dict[str, float]
     ) -> None:
+        from ..runtime import forget_plans
+
         with self._installing:
             begin = time.perf_counter()
+            forget_plans()
             self._bodies = {at: each for at, each in self._bodies.items() if each[0]() is not None}
             held = [each[0]() for each in self._bodies.values()]  # stay until they are loaded
             alive = {at: code for at, (_, code) in self._bodies.items()}
