@@ -1,4 +1,4 @@
-"""How soon an injected operator runs, how long the executor pauses for it, and what 1,000 swaps lose: nothing.
+"""How soon an injected operator runs, how long the executor pauses for it, and what 1,000 swaps lose.
 
 python -m experiments.injection [--machine cpu] [--quick]
 
@@ -254,7 +254,7 @@ def memory_mib(rt: gpuos.Runtime) -> tuple[float, float]:
 
 
 def against_builtin(machine: str, system: str, rounds: int) -> Iterator[Row]:
-    """The injected silu beside the one of the table: interpreted, compiled, and inlined where that is kept."""
+    """The injected silu beside that of the table: interpreted, compiled, and inlined where that is kept."""
     with gpuos.Runtime(machine) as rt:
         operator = rt.inject("swish", "x / (1 + exp(-x))", wait="compiled")
         wait_idle(rt, "swish")
