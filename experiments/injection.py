@@ -179,7 +179,8 @@ def from_cache(machine: str, system: str, repeats: int) -> Iterator[Row]:
             def generation() -> None:
                 rt._keeper.park()
                 rt._machine.wait_exited(1.0)
-                rt._machine.swap()
+                with rt._keeper.deciding():
+                    rt._machine.swap()
                 rt._keeper.unpark()
 
             if rt._machine.loads_parked:

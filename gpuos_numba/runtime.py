@@ -306,8 +306,8 @@ class Runtime:
         self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
         self._reported = 0  # failures that synchronize has raised for
         self._injected = Injected()
-        self._plain_possible = isinstance(getattr(self._machine, "stream_query", None), int)
-        self._plain = self._plain_possible
+        self._plain = isinstance(getattr(self._machine, "stream_query", None), int)
+        self._overridden = False  # an operator of the table is replaced, or on trial
         self._plain_limit = PLAIN_LIMIT
         self._calls: Calls | None = None  # made when torch is there
         self._tensors: tuple[type, ...] = ()
@@ -659,7 +659,7 @@ class Runtime:
         """
         self._check_open()
         name = self._injected.rollback()
-        self._overrides(name)
+        self._look_for_overrides()
         return name
 
     def ab(self, name: str, fraction: float = 0.5, candidate: Operator | str | None = None) -> Trial:
@@ -698,11 +698,10 @@ class Runtime:
         self._check_open()
         return optimize(self, self._publisher, names)
 
-    def _overrides(self, name: str) -> None:
-        """Have calls ask the injected operators first where one of them has the name of one of the table."""
-        self._plain = self._plain_possible and not any(
-            each in TABLE for each in (*self._injected.names(), *self._injected.on_trial())
-        )
+    def _look_for_overrides(self) -> None:
+        """Have calls take the long way while an injected operator has the name of one of the table."""
+        others = (*self._injected.names(), *self._injected.on_trial())
+        self._overridden = any(each in TABLE for each in others)
 
     def __getattr__(self, name: str) -> Any:
         injected = self.__dict__.get("_injected")
@@ -1034,13 +1033,13 @@ class Runtime:
         local = self._local
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)
-            if self._calls is not None:
+            if self._calls is not None and operator.family != INJECTED:
                 self._learn(operator, inputs, out, scalars, views, local.task, calls.ALWAYS)
             return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
         with self._layouts.using():
             _TASK.pack_into(local.buffer, 0, *head)
             self._intern(local.task["layouts"][0], walks)
-            if self._calls is not None:
+            if self._calls is not None and operator.family != INJECTED:
                 self._learn(operator, inputs, out, scalars, views, local.task, self._calls.epoch)
             return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
 
@@ -1258,6 +1257,8 @@ def _sugar(operator: Operator) -> Any:
     op_id, limit = operator.kernels[0].op_id if operator.kernels else 0, operator.inputs[1]
 
     def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
+        if self._overridden:
+            return self.submit(operator.name, inputs, out, after=after, **scalars)
         if after is None and (self._calls is not None or not self._tensors):
             ticket = self._short(operator, inputs, out, scalars)
             if ticket is not None:

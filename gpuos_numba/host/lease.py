@@ -58,7 +58,7 @@ class Keeper:
         return int(self._parked[0]) == int(self._enqueued[0])
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
+    def deciding(self) -> Iterator[None]:
         """Launches are this thread's to decide; never held by who waits for tasks."""
         self._host.lock_launches(self._address)
         try:
@@ -76,7 +76,7 @@ class Keeper:
         """Launch if nobody serves. Raises MachineError where the launch fails."""
         if not self.parked:
             return
-        with self._deciding():
+        with self.deciding():
             if self._allowed() and self.parked:
                 self._launch()
 
@@ -98,19 +98,19 @@ class Keeper:
 
     def park(self) -> None:
         """Ask every launch to leave and launch no more until `unpark`. Returns at once."""
-        with self._deciding():
+        with self.deciding():
             self._holds += 1
             self._control["park_request"] = self.launches
 
     def unpark(self) -> None:
-        with self._deciding():
+        with self.deciding():
             self._holds -= 1
         if self._unserved():
             self.ensure_served()
 
     def stop(self) -> None:
         """End the keeper thread and launch no more."""
-        with self._deciding():
+        with self.deciding():
             self._closing[0] = 1
             self._control["park_request"] = self.launches
         if self._thread is not threading.current_thread():
@@ -133,7 +133,7 @@ class Keeper:
                     if self._unserved():
                         self.ensure_served()
                 elif self._leased and claimed != before and self._state["begun"][0] == self.launches:
-                    with self._deciding():
+                    with self.deciding():
                         if self._allowed():
                             self._launch()  # the spare: begins when the lease that runs is over
             except Exception as error:

@@ -120,7 +120,7 @@ def inject(
             raise AssertionError(version.stage)
         if not version.done.is_set() and version.stage == "interpreted":
             publisher.later(version)
-        rt._overrides(asked.name)
+        rt._look_for_overrides()
     except GpuosError as error:
         injected.refuse(str(name), str(error))
         raise
@@ -166,9 +166,9 @@ def ab(rt: Runtime, name: str, fraction: float, candidate: Operator | str | None
 
     def end(trial: Trial) -> None:
         injected.end_trial(name, trial)
-        rt._overrides(name)
+        rt._look_for_overrides()
 
     trial = Trial(rt, name, fraction, current, other, end)
     injected.begin_trial(name, trial)
-    rt._overrides(name)
+    rt._look_for_overrides()
     return trial

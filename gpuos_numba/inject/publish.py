@@ -273,16 +273,17 @@ class Publisher:
             if better():
                 self._worker = worker
                 return True
-            with self._installing:
-                if not self._closed:
-                    self._machine.swap()
+            self._swap_back()
             return False
 
     def _withdraw(self, codes: Mapping[int, Code]) -> None:
         """Back to the generation before, which is still loaded."""
-        with self._installing:
-            for op_id in codes:
-                self._bodies.pop(op_id, None)
+        for op_id in codes:
+            self._bodies.pop(op_id, None)
+        self._swap_back()
+
+    def _swap_back(self) -> None:
+        with self._installing, self._keeper.deciding():
             if not self._closed:
                 self._machine.swap()
 

@@ -195,7 +195,10 @@ class Machine(Protocol):
         """
 
     def swap(self) -> None:
-        """Exchange active and standby generation, which are both loaded: launches from now on have it."""
+        """Exchange active and standby generation, which are both loaded: launches from now on have it.
+
+        Under the launch lock, as `load` is while launches are held.
+        """
 
     def launch(self, workers: int) -> None:
         """Queue a launch behind those before it. Returns at once unless the driver is busy freeing memory."""

@@ -137,8 +137,8 @@ class CudaMachine:
         with self._current():
             self._allocate(config)
             self._bind()
-            self._active = self._open(generation.cubin)
             self._standby: _Loaded | None = None
+            self._activate(self._open(generation.cubin))
         # Tickets and stats read the done words after close(): they go with the last who can ask.
         finalizer = weakref.finalize(
             self, _free_host, driver, self._context_handle, self._pinned, self._handle
@@ -194,8 +194,8 @@ class CudaMachine:
             ctypes.c_void_p,
         ]
         record = self.arrays.launch
-        record["kernel"], record["stream"] = int(self._function), int(self._stream)
-        record["arguments"], record["threads"] = ctypes.addressof(self._arguments), self._threads
+        record["stream"], record["arguments"] = int(self._stream), ctypes.addressof(self._arguments)
+        record["threads"] = self.threads
         record["call"] = int(ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0)
         self.stream_query = int(ctypes.cast(library.cuStreamQuery, ctypes.c_void_p).value or 0)
         """Address of cuStreamQuery, for compiled code."""
@@ -217,6 +217,11 @@ class CudaMachine:
             raise
         return _Loaded(cubin, library, ctypes.c_void_p(int(function)))
 
+    def _activate(self, loaded: _Loaded) -> None:
+        """Launches from now on are of this one, those of compiled code too."""
+        self._active = loaded
+        self.arrays.launch["kernel"] = int(loaded.function.value or 0)
+
     def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> bytes:
         from . import cuda_compile
 
@@ -226,14 +231,16 @@ class CudaMachine:
         with self._current():
             opened = self._open(generation)
             # Unloading waits for the device, as loading does. Nobody can launch what stands by.
-            old, self._standby, self._active = self._standby, self._active, opened
+            old, self._standby = self._standby, self._active
+            self._activate(opened)
             if old is not None:
                 _check(self._driver.cuLibraryUnload(old.library))
 
     def swap(self) -> None:
         if self._standby is None:
             raise MachineError("there is no standby generation: nothing was injected yet")
-        self._active, self._standby = self._standby, self._active
+        standby, self._standby = self._standby, self._active
+        self._activate(standby)
 
     def launch(self, workers: int) -> None:
         # Straight through ctypes: cuda-python's packing of arguments takes several microseconds.

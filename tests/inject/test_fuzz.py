@@ -15,8 +15,8 @@ from gpuos_numba.device.functions import FUNCTIONS
 
 F32 = np.float32
 PUBLIC = [each for each in FUNCTIONS.values() if each.public]
-WORDS = """__import__('os')|x.__class__|lambda: x|10**10**10|x[0]|f'{x}'|(x := 1)|import os|{{7*7}}|if|else|not
-1e999|0x10|1_0|\u0445""".replace("\n", "|")
+WORDS = """__import__('os')|x.__class__|lambda: x|10**10**10|x[0]|f'{x}'|(x := 1)|import os|{{7*7}}
+if|else|not|1e999|0x10|1_0|\u0445""".replace("\n", "|")
 JUNK = [*"'\"[]{}:;#@%&|~^\\`$?\0\n\t_.,()", *WORDS.split("|")]
 
 
