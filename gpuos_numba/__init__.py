@@ -44,6 +44,8 @@ if _problem is None:  # otherwise __main__ says what is wrong
         WaitTimeout,
     )
     from .host.completion import Ticket
+    from .inject.device_operator import device_operator
+    from .inject.trial import Outcome, Trial
     from .runtime import Batch, Runtime, Stats
 
 __version__ = "0.1.0"
@@ -68,14 +70,17 @@ __all__ = [
     "IntegrityError",
     "MachineError",
     "Operator",
+    "Outcome",
     "QueueFull",
     "Runtime",
     "Stats",
     "Status",
     "TaskError",
     "Ticket",
+    "Trial",
     "UnknownOperatorError",
     "WaitTimeout",
+    "device_operator",
     "operators",
     "testing",
 ]

@@ -32,6 +32,8 @@ class Config:
         input_order: "stream" has a task wait until the work already queued on the current torch or CuPy
             stream is done, so that inputs are whole, as `Runtime.after_stream` does; the host does not wait.
             "none" leaves that to the caller.
+        allow_device_operators: whether `inject` takes device bodies that a user wrote, see
+            `gpuos_numba.device_operator`.
     """
 
     capacity: int = 4096
@@ -46,6 +48,7 @@ class Config:
     deadline_s: float | None = 30.0
     start_position: int = 0
     input_order: str = "stream"
+    allow_device_operators: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.capacity <= MAX_CAPACITY or self.capacity & (self.capacity - 1):

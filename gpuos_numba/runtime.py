@@ -41,7 +41,6 @@ from .errors import (
     ArgumentError,
     ClosedError,
     DTypeError,
-    GpuosError,
     HangError,
     MachineError,
     QueueFull,
@@ -59,7 +58,11 @@ from .host.lease import Keeper
 from .host.streams import Streams
 from .host.trace import RECORDS, Trace, ring_bytes
 from .host.watch import Watch
+from .inject import asking
 from .inject.live import Injected
+from .inject.operators import FAMILY as INJECTED
+from .inject.publish import Publisher
+from .inject.trial import Trial
 from .machines.base import Machine
 from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
 
@@ -257,9 +260,15 @@ def _plan(
     results: tuple[Any, ...],
     blocks: int,
     items: tuple[Any, ...],
-) -> tuple[Plan, int]:
+) -> tuple[Plan | None, int]:
     """The plan of a call, and its dtypes as the task carries them. Remembered: addresses do not matter."""
     return operator.plan(operands, results, blocks, **dict(items)), pack_dtypes(operands, results)
+
+
+def forget_plans() -> None:
+    """Let go of operators that nobody else holds."""
+    _infer.cache_clear()
+    _plan.cache_clear()
 
 
 class Runtime:
@@ -302,6 +311,7 @@ class Runtime:
         self._reported = 0  # failures that synchronize has raised for
         self._injected = Injected()
         self._plain = self._has_plain = isinstance(getattr(self._machine, "stream_query", None), int)
+        self._overridden = False  # an operator of the table is replaced, or on trial
         self._plain_limit = PLAIN_LIMIT
         self._calls: Calls | None = None  # made when torch is there
         self._tensors: tuple[type, ...] = ()
@@ -326,8 +336,9 @@ class Runtime:
             device,
             self.config.submit_timeout_s,
         )
+        self._publisher = Publisher(self, self._machine, self._keeper, self._injected)
         # A forgotten Runtime: its executor must leave before its memory goes.
-        parts = self._machine, self._keeper, watch, board
+        parts = self._machine, self._keeper, self._publisher, watch, board
         self._finalizer = weakref.finalize(self, _shut_down, *parts, self._pid)
         self._finalizer.atexit = False
         _OPEN.add(self)
@@ -402,17 +413,19 @@ class Runtime:
         operator = self._operator(op)
         records, outputs, owners, walks = [], [], [], []
         streams: set[int] = set()
+        sources: dict[type, Any] = {}
         for inputs, out in calls:
             views, output, head, walk = self._check(operator, inputs, out, scalars)
             records.append(_TASK.pack(*head))
             outputs.append(output)
             owners.append(tuple(view.owner for view in views))
             walks.append(walk)
+            sources.update({type(view.owner): view.owner for view in views})
             streams.update(view.stream for view in views if view.stream is not None)
         tasks = np.frombuffer(b"".join(records), TASK).copy()
-        batch = Batch(tasks, operator.name, outputs, owners, walks)
-        batch._streams = streams
-        batch._sources = {type(owner): owner for group in owners for owner in group}
+        # The operator, too: its bodies stay in every generation while somebody holds it.
+        batch = Batch(tasks, operator.name, outputs, [(*group, operator) for group in owners], walks)
+        batch._streams, batch._sources = streams, sources
         return batch
 
     def submit_batch(
@@ -645,6 +658,7 @@ class Runtime:
             _shut_down(
                 self._machine,
                 self._keeper,
+                self._publisher,
                 self._watch,
                 self._figures.board,
                 self._pid,
@@ -682,49 +696,70 @@ class Runtime:
         name: Any,
         expression: Any = None,
         *,
+        template: str | None = None,
         arguments: Sequence[str] | None = None,
+        dtypes: Sequence[Any] | None = None,
+        steps: Sequence[Sequence[Any]] | None = None,
         replace: bool = False,
+        wait: str = "runnable",
+        **roles: Any,
     ) -> Operator:
-        """Add an element-wise operator of one to three arrays while the executor serves; nobody pauses.
+        """Add an operator while the executor serves.
 
             rt.inject("swish", "x / (1 + exp(-x))")
+            rt.inject("mean_square", template="reduce", map="x * x", finalise="a / n")
+            rt.inject("my_softmax", template="rowwise", combine="max(a, b)", identity="-inf",
+                      map2="exp(x - r)", value="exp(x - r) / s")
+            rt.inject("fused", steps=[("mul", "x", "y"), ("relu", 0)])
             rt.swish(a)
 
-        It computes in f32 on f32, f16 and bf16, at once, by the interpreter that every executor has.
+        It computes in f32 on f32, f16 and bf16. An element-wise one, of one to three arrays, runs at once, by
+        the interpreter that every executor has, and nobody pauses; its compiled body takes over by itself.
+        Others are compiled first, and run along `dim=`.
 
         Args:
-            name: how it is called; or a small Python function, which names itself: it is read, never called.
+            name: how it is called; or a small Python function, which names itself: it is read, never called;
+                or what `gpuos.device_operator` made.
             expression: over x, y, z or `arguments`; see `gpuos_numba.inject.check` for the language.
+            template: "elementwise", "chain", "reduce" or "rowwise"; default by what else is given.
             arguments: the expression's variables, in the order of the inputs.
+            dtypes: names of the float types that it takes, default all three.
+            steps: of a chain of existing operators, see `gpuos_numba.inject.request.chain`.
             replace: whether an operator injected under that name before may be replaced. Tasks submitted
                 before keep the one they were submitted with.
+            wait: "runnable", or "compiled": return when machine code runs it.
+            roles: expressions of the other templates, see `gpuos_numba.inject.request`.
 
         Raises:
-            ExpressionError: the expression is outside the language; names the column. Nothing is changed.
-            ArgumentError: the name is taken or none, or the expression is too large.
+            ExpressionError: an expression is outside the language; names the column. Nothing is changed.
+            ArgumentError: the name is taken or none, or what is given makes no operator.
+            MachineError: it did not compile, link, load or pass its self-test. What ran before runs on.
         """
-        from .inject import request
-        from .inject.check import check_name
-        from .inject.live import make_interpreted
-
-        self._check_open()
-        begin = time.perf_counter()
-        try:
-            if expression is None and callable(name):
-                name, expression = None, name
-            asked = request.elementwise(name, expression, arguments)
-            check_name(asked.name, reserved={*TABLE, *dir(Runtime)})
-            checked = time.perf_counter()
-            operator = make_interpreted(asked, self._machine.upload)
-            self._prepare(operator.kernels[0].op_id)
-            now = time.perf_counter()
-            self._injected.publish(operator, replace, {"check": checked - begin, "place": now - checked})
-            if self._trace is not None:
-                self._trace.mark(f"generation {self._injected.generation}", operator=operator.name)
-        except GpuosError as error:
-            self._injected.refuse(str(name), str(error))
-            raise
+        operator = asking.inject(self, name, expression, replace=replace, wait=wait, template=template,
+                             arguments=arguments, dtypes=dtypes, steps=steps, roles=roles)  # fmt: skip
+        if self._trace is not None:
+            self._trace.mark(f"generation {self._injected.generation}", operator=operator.name)
         return operator
+
+    def replace(
+        self,
+        name: Any,
+        expression: Any = None,
+        *,
+        template: str | None = None,
+        arguments: Sequence[str] | None = None,
+        dtypes: Sequence[Any] | None = None,
+        steps: Sequence[Sequence[Any]] | None = None,
+        wait: str = "runnable",
+        **roles: Any,
+    ) -> Operator:
+        """Fix an operator that exists: one injected before, or one of the table that takes no parameters.
+
+        While one of the table is replaced, calls of all operators take the longer way through the checks.
+        Arguments and errors as of `inject`; ArgumentError, too, where there is no such operator.
+        """
+        return asking.replace(self, name, expression, wait, template=template, arguments=arguments,
+                              dtypes=dtypes, steps=steps, roles=roles)  # fmt: skip
 
     def operator(self, function: Any) -> Any:
         """Decorator: inject a small Python function, replacing what it injected before.
@@ -738,21 +773,62 @@ class Runtime:
         return self.inject(function, replace=True)
 
     def rollback(self) -> str:
-        """Undo the last `inject`; returns the name of the operator that it was about.
+        """Undo the last `inject` or `replace`; returns the name of the operator that it was about.
 
         Raises:
-            ArgumentError: there is nothing to undo.
+            ArgumentError: there is nothing to undo; at most 64 changes are remembered.
         """
         self._check_open()
         name = self._injected.rollback()
         if self._trace is not None:
             self._trace.mark(f"generation {self._injected.generation}", rollback=name)
+        self._look_for_overrides()
         return name
+
+    def ab(self, name: str, fraction: float = 0.5, candidate: Operator | str | None = None) -> Trial:
+        """Send a part of the tasks of an operator to another one, and compare the two.
+
+            with rt.ab("swish", 0.1) as trial:   # against what it replaced
+                ...
+                print(trial.measure(x))
+
+        Args:
+            name: of the operator on trial.
+            fraction: share of its tasks that the candidate gets.
+            candidate: an operator or the name of one; default what the current one replaced.
+
+        Raises:
+            ArgumentError: there is no such operator or candidate, or they are called differently.
+        """
+        return asking.ab(self, name, fraction, candidate)
+
+    def optimize(self, *names: str) -> dict[str, Any]:
+        """Inline injected operators into the worker, in the background of nothing: it takes some seconds.
+
+        Args:
+            names: default all that are current and compiled.
+
+        Returns:
+            `kept`, whether the new generation serves; `why`; `before_ns` and `after_ns` by name, the median
+            round trip of one task of 1,024 elements.
+
+        Raises:
+            ArgumentError: a name is not of a compiled element-wise operator.
+            MachineError: it did not compile, link or load; what ran before runs on.
+        """
+        from .inject.optimize import optimize
+
+        self._check_open()
+        return optimize(self, self._publisher, names)
+
+    def _look_for_overrides(self) -> None:
+        """Have calls take the long way while an injected operator has the name of one of the table."""
+        others = (*self._injected.names(), *self._injected.on_trial())
+        self._overridden = any(each in TABLE for each in others)
 
     def __getattr__(self, name: str) -> Any:
         injected = self.__dict__.get("_injected")
-        operator = injected.get(name) if injected is not None else None
-        if operator is None:
+        if injected is None or injected.version(name) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute or operator {name!r}")
 
         def call(*inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
@@ -762,8 +838,8 @@ class Runtime:
 
     def _operator(self, name: str | Operator) -> Operator:
         if not isinstance(name, str):
-            return name
-        operator = TABLE.get(name) or self._injected.get(name)
+            return self._injected.latest(name) if name.family == INJECTED else name
+        operator = self._injected.get(name) or TABLE.get(name)
         if operator is None:
             known = ", ".join((*TABLE, *self._injected.names()))
             raise UnknownOperatorError(f"operator {name!r} is not in the table: {known}")
@@ -788,6 +864,9 @@ class Runtime:
         negative_zero = any(value == 0 and str(value) == "-0.0" for _, value in items)
         plan_of = _plan.__wrapped__ if negative_zero else _plan
         plan, dtypes = plan_of(operator, operands, results, self._machine.max_workers, items)
+        if plan is None:
+            assert operator.fallback is not None
+            return self._check(operator.fallback, inputs, out, given)
         self._prepare(plan.op_id)
 
         views = [*(source for source in sources if isinstance(source, ArrayView)), *targets]
@@ -1074,16 +1153,17 @@ class Runtime:
         if self._settle:
             streams = [view.stream for view in views if view.stream is not None]
             self._streams.settle(owners, streams, timeout_s)
+        owners.append(operator)  # its bodies stay in every generation while a task of it is under way
         local = self._local
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)
-            if self._calls is not None:
+            if self._calls is not None and operator.family != INJECTED:
                 self._learn(operator, inputs, out, scalars, views, local.task, calls.ALWAYS)
             return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
         with self._layouts.using():
             _TASK.pack_into(local.buffer, 0, *head)
             self._intern(local.task["layouts"][0], walks)
-            if self._calls is not None:
+            if self._calls is not None and operator.family != INJECTED:
                 self._learn(operator, inputs, out, scalars, views, local.task, self._calls.epoch)
             return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
 
@@ -1274,11 +1354,18 @@ def _weak_stats(runtime: Runtime) -> Callable[[], dict[str, Any]]:
 
 
 def _shut_down(
-    machine: Machine, keeper: Keeper, watch: Watch, board: Board | None, pid: int, timeout_s: float = 10.0
+    machine: Machine,
+    keeper: Keeper,
+    publisher: Publisher,
+    watch: Watch,
+    board: Board | None,
+    pid: int,
+    timeout_s: float = 10.0,
 ) -> None:
     """End the executor, then free its memory; a stuck one keeps it until the process ends."""
     if os.getpid() != pid:
         return
+    publisher.stop()
     ended = keeper.stop()
     watch.stop()
     if board is not None and ended:
@@ -1340,6 +1427,8 @@ def _sugar(operator: Operator) -> Any:
     op_id, limit = operator.kernels[0].op_id if operator.kernels else 0, operator.inputs[1]
 
     def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
+        if self._overridden:
+            return self.submit(operator.name, inputs, out, after=after, **scalars)
         if after is None and (self._calls is not None or not self._tensors):
             ticket = self._short(operator, inputs, out, scalars)
             if ticket is not None:

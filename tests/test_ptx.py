@@ -13,7 +13,9 @@ from gpuos_numba.device.operators import KERNELS, TABLE
 pytest.importorskip("numba.cuda", reason="no numba-cuda here: what the GPU would run stays unproved")
 pytest.importorskip("cuda.core", reason="no CUDA toolchain here: what the GPU would run stays unproved")
 
+from gpuos_numba.errors import MachineError
 from gpuos_numba.machines import cuda_compile
+from gpuos_numba.machines.base import Code
 from gpuos_numba.machines.cuda_compile import PUMP, WORKER
 
 THREADS = 256
@@ -143,6 +145,22 @@ def test_what_is_called_all_the_time_saves_no_registers(target: tuple[int, int])
     light = {"gpuos_plain", "gpuos_half", "gpuos_typed_f32", "gpuos_typed_i64", "gpuos_op_0_nop"}
     assert {symbol: frames[symbol] for symbol in light} == dict.fromkeys(light, 0)
     assert max(frames.values()) <= 1024, frames
+
+
+def test_a_generation_with_an_injected_body_is_linked() -> None:
+    target = (9, 0)
+    ptxas = cuda_compile.find_ptxas()
+    if ptxas is None:
+        pytest.skip("no ptxas here: that injected bodies are linked stays unproved")
+    body = re.sub(
+        r"gpuos_op_0_nop", "gpuos_injected_nop", cuda_compile.compile_part("gpuos_op_0_nop", THREADS)
+    )
+    cubin, _ = cuda_compile.assemble(body, target, THREADS, ptxas)
+    code = Code("gpuos_injected_nop", cubin)
+    linked = cuda_compile.link(target, THREADS, {512: code, 513: code})
+    assert b"gpuos_injected_nop" in linked.cubin and b"gpuos_executor" in linked.cubin
+    with pytest.raises(MachineError, match="another_name"):
+        cuda_compile.link(target, THREADS, {512: Code("another_name", cubin)})
 
 
 def test_nothing_lives_in_local_memory(ptx: dict[str, str]) -> None:

@@ -12,8 +12,9 @@ import pytest
 from jinja2 import UndefinedError
 
 from gpuos_numba import templates
-from gpuos_numba.device.operators.table import Kernel, Shared
-from gpuos_numba.device.switch import cases
+from gpuos_numba.descriptor import Status
+from gpuos_numba.device.operators.table import INJECTED_IDS, Kernel, Shared
+from gpuos_numba.device.switch import INJECTED, build, cases
 from gpuos_numba.errors import MachineError
 from gpuos_numba.templates import environment, templates_folder
 
@@ -83,7 +84,8 @@ def test_every_template_compiles_says_what_it_is_and_is_listed(name: str) -> Non
 
 def render(ids: list[int], hot: int | None = None) -> str:
     cases = [(i, i, f"operator_{i}") for i in ids]
-    return environment().get_template("switch.py.jinja").render(cases=cases, hot=f"operator_{hot}")
+    template = environment().get_template("switch.py.jinja")
+    return template.render(cases=cases, hot=f"operator_{hot}", injected="")
 
 
 def switch(ids: list[int], hot: int | None = None) -> Callable[..., Any]:
@@ -129,12 +131,25 @@ def test_neighbours_that_share_a_body_are_one_case() -> None:
         (7, 7, "both"),
         (9, 9, "gpuos_op_9_k9"),
     ]
-    text = environment().get_template("switch.py.jinja").render(cases=found, hot="")
+    text = environment().get_template("switch.py.jinja").render(cases=found, hot="", injected="")
     namespace: dict[str, Any] = {"uint32": int, "UNKNOWN_OPERATOR": UNKNOWN, "both": lambda *a: "both"}
     namespace |= {f"gpuos_op_{i}_k{i}": lambda *a, i=i: i for i in (4, 9)}
     exec(compile(text, "switch", "exec"), namespace)
     got = [namespace["gpuos_dispatch"]("context", i, "task", "tile", "arena") for i in range(11)]
     assert got == [UNKNOWN, *["both"] * 3, 4, "both", UNKNOWN, "both", UNKNOWN, 9, UNKNOWN]
+
+
+def test_injected_ids_go_to_one_function_and_others_do_not() -> None:
+    kernels = [Kernel(i, "k", lambda m: lambda *arguments: None) for i in (1, 5)]
+    bodies = {kernel.symbol: lambda *arguments: arguments for kernel in kernels}
+    both = build(kernels, {**bodies, INJECTED: lambda *arguments: ("injected", arguments)})
+    given = ("context", "task", "tile", "arena")
+    for op_id in (INJECTED_IDS, INJECTED_IDS + 1, 2**32 - 1):
+        assert both("context", op_id, "task", "tile", "arena") == (
+            "injected", ("context", op_id, "task", "tile", "arena"))  # fmt: skip
+        assert build(kernels, bodies)("context", op_id, *given[1:]) == Status.UNKNOWN_OPERATOR
+    assert both("context", 5, *given[1:]) == given
+    assert both("context", INJECTED_IDS - 1, *given[1:]) == Status.UNKNOWN_OPERATOR
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 42, 100])

@@ -14,10 +14,14 @@ import numpy as np
 
 from ..descriptor import Status
 from ..templates import environment
-from .operators.table import Kernel
+from .operators.table import INJECTED_IDS, Kernel
 
 HOT = "gpuos_plain"
 """The body that is looked for first."""
+
+INJECTED = "gpuos_injected"
+"""What all ids from INJECTED_IDS on go to: `(context, op_id, task, tile, arena)`, linked in anew with each
+generation, so that the worker need not be compiled for it."""
 
 
 def cases(kernels: Sequence[Kernel]) -> list[tuple[int, int, str]]:
@@ -31,14 +35,34 @@ def cases(kernels: Sequence[Kernel]) -> list[tuple[int, int, str]]:
     return merged
 
 
+def render_injected(cases: Sequence[tuple[int, str]]) -> str:
+    """PTX of `gpuos_injected` over (id, symbol of its body): a text of its own, for Numba takes too long."""
+    template = environment().get_template("injected_switch.ptx.jinja")
+    return template.render(
+        cases=sorted(cases),
+        symbols=sorted({symbol for _, symbol in cases}),
+        name=INJECTED,
+        unknown=int(Status.UNKNOWN_OPERATOR),
+    )
+
+
 def render(kernels: Sequence[Kernel]) -> str:
     """Source of `gpuos_dispatch(context, op_id, task, tile, arena)` over these kernels."""
-    return environment().get_template("switch.py.jinja").render(cases=cases(kernels), hot=HOT)
+    template = environment().get_template("switch.py.jinja")
+    return template.render(cases=cases(kernels), hot=HOT, injected=INJECTED, injected_ids=INJECTED_IDS)
+
+
+def _nothing_injected(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
+    return np.int32(Status.UNKNOWN_OPERATOR)
 
 
 def build(kernels: Sequence[Kernel], externals: dict[str, Any]) -> Callable[..., Any]:
-    """The switch as a function; `externals` maps each body's symbol to something callable."""
+    """The switch as a function; `externals` maps each body's symbol to something callable.
+
+    INJECTED may be missing there: no id is injected then.
+    """
     namespace: dict[str, Any] = {
+        INJECTED: _nothing_injected,
         **externals,
         "uint32": np.uint32,
         "UNKNOWN_OPERATOR": np.int32(Status.UNKNOWN_OPERATOR),

@@ -68,7 +68,7 @@ class Keeper:
         return self.parked and not self._host.nobody_serves(self._address)
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
+    def deciding(self) -> Iterator[None]:
         """Launches are this thread's to decide; never held by who waits for tasks."""
         self._host.lock_launches(self._address)
         try:
@@ -90,7 +90,7 @@ class Keeper:
         """Launch if nobody serves. Raises MachineError where the launch fails."""
         if not self.parked:
             return
-        with self._deciding():
+        with self.deciding():
             if self._allowed() and self.parked and not self.withheld:
                 self._launch()
 
@@ -111,19 +111,19 @@ class Keeper:
 
     def park(self) -> None:
         """Ask every launch to leave and launch no more until `unpark`. Returns at once."""
-        with self._deciding():
+        with self.deciding():
             self._holds += 1
             self._control["park_request"] = self.launches
 
     def unpark(self) -> None:
-        with self._deciding():
+        with self.deciding():
             self._holds -= 1
         if self._unserved():
             self.ensure_served()
 
     def stop(self) -> bool:
         """End the keeper thread and launch no more. Returns whether it has ended."""
-        with self._deciding():
+        with self.deciding():
             self._closing[0] = 1
             self._control["park_request"] = self.launches
         if self._thread is not threading.current_thread():
@@ -152,7 +152,7 @@ class Keeper:
                     and self._state["begun"][0] == self.launches
                     and not self._is_watched()  # a spare would begin where the next task is withheld
                 ):
-                    with self._deciding():
+                    with self.deciding():
                         if self._allowed():
                             self._launch()  # the spare: begins when the lease that runs is over
             except Exception as error:

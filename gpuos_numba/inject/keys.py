@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ..descriptor import ABI_VERSION
+from ..templates import templates_folder
 from .request import SCHEMA
 
 KEY_LENGTH: Final = 64
@@ -72,9 +73,11 @@ def library_digest() -> str:
     files = [_PACKAGE / "descriptor.py", _PACKAGE / "protocol.py"]
     for folder in ("device", "machines"):
         files += sorted((_PACKAGE / folder).rglob("*.py"))
-    for file in files:
+    named = [(file.relative_to(_PACKAGE).as_posix(), file) for file in files]
+    named += [(file.name, file) for file in sorted(templates_folder().glob("*.jinja"))]
+    for name, file in named:
         text = file.read_bytes()
-        digest.update(f"{file.relative_to(_PACKAGE).as_posix()}:{len(text)}:".encode() + text)
+        digest.update(f"{name}:{len(text)}:".encode() + text)
     return digest.hexdigest()
 
 

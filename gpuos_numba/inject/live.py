@@ -1,8 +1,9 @@
-"""Operators that run the moment they are checked: a request arrives, an Operator of one Runtime leaves.
+"""Which operator a name means: versions arrive, and every task that is submitted asks here.
 
-Its kernel is the interpreter, which every executor has, and its program lies in memory that the device reads:
-injecting, replacing and rolling back pause nobody. Tasks already submitted keep the program they were
-submitted with, because they hold its memory; the next ones get the one that is current.
+A version runs the moment it is checked: by the interpreter, which every executor has, from a program in
+memory that the device reads. So injecting, replacing and rolling back pause nobody: they change what the next
+task will be. When its compiled body is linked in (publish.py), the version gets that. Tasks already submitted
+keep what they were submitted with: they hold the operator, and each body has an id that is its own for good.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..device.operators import TABLE, Operator
 from ..device.operators.interpreter import infer, run_program
@@ -20,6 +23,9 @@ from ..errors import ArgumentError
 from .audit import AuditLog, Event
 from .postfix import compile_postfix
 from .request import Request
+
+if TYPE_CHECKING:
+    from .trial import Trial
 
 INTERPRETER: Final = TABLE["interpret"]
 
@@ -53,42 +59,121 @@ def make_interpreted(request: Request, upload: Callable[[bytes], Any]) -> Operat
     )
 
 
+HISTORY: Final = 64
+"""So many changes can be rolled back."""
+
+
+class Version:
+    """What a name meant from one change on.
+
+    Attributes:
+        name: of the operator.
+        request: what it is; None for one that was written as a device body.
+        operator: what runs it, the fastest that there is by now.
+        stage: "interpreted", "partly" (compiled for the commonest operands), "compiled" or "inlined".
+        done: set once it is compiled, or cannot be.
+        error: why it cannot be.
+    """
+
+    __slots__ = ("__weakref__", "done", "error", "name", "operator", "request", "stage")
+
+    def __init__(self, name: str, request: Request | None, operator: Operator | None, stage: str) -> None:
+        self.name, self.request, self.operator, self.stage = name, request, operator, stage
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+
 class Injected:
     """The injected operators of a Runtime, and the version counter. Safe to call from any thread.
 
     `generation` starts at 1 and grows with each change; it never goes back, also where a change undoes one.
+    That a compiled body takes over from the interpreter is no change: the operator computes the same.
     """
 
     def __init__(self) -> None:
         self.generation = 1
         self._lock = threading.Lock()
-        self._current: dict[str, Operator] = {}
-        self._undo: list[tuple[str, Operator | None]] = []  # what each change replaced
+        self._current: dict[str, Version] = {}
+        self._undo: deque[tuple[str, Version | None]] = deque()  # what each change replaced
+        # Weak both ways, for a version holds its operator: what nobody can ask for any more goes.
+        self._versions: weakref.WeakKeyDictionary[Operator, weakref.ref[Version]]
+        self._versions = weakref.WeakKeyDictionary()
+        self._trials: dict[str, Trial] = {}
         self._audit: AuditLog | None = None
         self._warned = False
 
     def get(self, name: str) -> Operator | None:
-        """The current operator of a name."""
+        """The operator that a task of this name is to run now."""
+        trial = self._trials.get(name)
+        if trial is not None:
+            return self.latest(trial.draw())
+        version = self._current.get(name)
+        return None if version is None else version.operator
+
+    def latest(self, operator: Operator) -> Operator:
+        """What runs by now what an operator was when it was injected."""
+        known = self._versions.get(operator)
+        version = known() if known is not None else None
+        return operator if version is None or version.operator is None else version.operator
+
+    def version(self, name: str) -> Version | None:
+        """The current one."""
         return self._current.get(name)
+
+    def before(self, name: str) -> Version | None:
+        """What the current version of a name replaced last."""
+        with self._lock:
+            return next((each for known, each in reversed(self._undo) if known == name and each), None)
+
+    def is_current(self, version: Version) -> bool:
+        """Whether tasks of its name run it."""
+        return self._current.get(version.name) is version
 
     def names(self) -> tuple[str, ...]:
         """All that are current."""
         return tuple(self._current)
 
-    def publish(self, operator: Operator, replace: bool, timings_s: Mapping[str, float]) -> None:
-        """Make an operator current. Raises ArgumentError where its name is taken and `replace` is False."""
+    def on_trial(self) -> tuple[str, ...]:
+        """Names that a trial draws for."""
+        return tuple(self._trials)
+
+    def check_free(self, name: str, replace: bool) -> None:
+        """Raises ArgumentError where the name is taken and `replace` is False."""
+        if not replace and name in self._current:
+            raise ArgumentError(f"{name} was injected before: pass replace=True, or choose another name")
+
+    def publish(self, version: Version, replace: bool, timings_s: Mapping[str, float]) -> None:
+        """Make a version current. Raises ArgumentError where its name is taken and `replace` is False."""
         with self._lock:
-            before = self._current.get(operator.name)
-            if before is not None and not replace:
-                raise ArgumentError(
-                    f"{operator.name} was injected before: pass replace=True, or choose another name"
-                )
-            self._current[operator.name] = operator
-            self._undo.append((operator.name, before))
+            self.check_free(version.name, replace)
+            before = self._current.get(version.name)
+            self._put(version.name, version)
+            self._undo.append((version.name, before))
+            forgotten = self._undo.popleft()[1] if len(self._undo) > HISTORY else None
             self.generation += 1
-            what = "inject" if before is None else "replace"
-            self._write(Event(what, operator.name, "interpreted", generation=self.generation,
-                              timings_s=timings_s, detail=operator.formula[:200]))  # fmt: skip
+            what, operator = "inject" if before is None else "replace", version.operator
+            template = version.request.template if version.request else "device"
+            formula = operator.formula[:200] if operator else ""
+            self._write(Event(what, version.name, template, generation=self.generation,
+                              timings_s=timings_s, detail=formula))  # fmt: skip
+        del before, forgotten
+
+    def _put(self, name: str, version: Version | None) -> None:
+        self._trials.pop(name, None)
+        if version is None:
+            self._current.pop(name, None)
+        else:
+            if version.operator is not None:
+                self._versions[version.operator] = weakref.ref(version)
+            self._current[name] = version
+
+    def upgrade(self, version: Version, operator: Operator, stage: str, event: Event | None = None) -> None:
+        """Let an operator run a version from now on, in all tasks that are submitted after this."""
+        with self._lock:
+            version.operator, version.stage = operator, stage
+            self._versions[operator] = weakref.ref(version)
+            if event is not None:
+                self._write(dataclasses.replace(event, generation=self.generation))
 
     def rollback(self) -> str:
         """Undo the last change; returns the operator's name. Raises ArgumentError where there is none."""
@@ -96,18 +181,32 @@ class Injected:
             if not self._undo:
                 raise ArgumentError("nothing was injected: there is nothing to roll back")
             name, before = self._undo.pop()
-            if before is None:
-                del self._current[name]
-            else:
-                self._current[name] = before
+            self._put(name, before)
             self.generation += 1
-            self._write(Event("rollback", name, "interpreted", generation=self.generation))
+            self._write(Event("rollback", name, before.stage if before else "", generation=self.generation))
             return name
+
+    def begin_trial(self, name: str, trial: Trial) -> None:
+        """Let a trial draw who runs the tasks of a name, until the name changes or `end_trial`."""
+        with self._lock:
+            if name in self._trials:
+                raise ArgumentError(f"{name} is on trial already: stop that one first")
+            self._trials[name] = trial
+            self._write(Event("ab", name, generation=self.generation, detail=f"fraction {trial.fraction}"))
+
+    def end_trial(self, name: str, trial: Trial) -> None:
+        with self._lock:
+            if self._trials.get(name) is trial:
+                del self._trials[name]
 
     def refuse(self, name: str, why: str) -> None:
         """Note what was not injected."""
+        self.note(Event("refuse", str(name)[:100], outcome=why[:200]))
+
+    def note(self, event: Event) -> None:
+        """Write down what changes nothing."""
         with self._lock:
-            self._write(Event("refuse", str(name)[:100], outcome=why[:200], generation=self.generation))
+            self._write(dataclasses.replace(event, generation=self.generation))
 
     def _write(self, event: Event) -> None:
         try:

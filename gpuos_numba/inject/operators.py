@@ -49,7 +49,8 @@ def make_operator(request: Request, factories: Mapping[str, Factory], first_id: 
 
     Args:
         request: what it is.
-        factories: of its bodies by variant, see `render.load`.
+        factories: of its bodies by variant, see `render.load`. Without "any", `plan` answers None to calls
+            that need it: the operator must be given a fallback.
         first_id: its kernels take as many ids from here on as there are factories.
     """
     kernels = {
@@ -84,7 +85,7 @@ def _elementwise(request: Request, kernels: Mapping[str, Kernel]) -> Operator:
         dtype = _result_dtype(request, inputs)
         return (Result(broadcast_shape(inputs, [f"inputs[{i}]" for i in range(arity)]), dtype),)
 
-    def plan(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /) -> Plan:
+    def plan(inputs: Sequence[Operand], outputs: Sequence[Operand], blocks: int, /) -> Plan | None:
         out = outputs[0]
         walks = walks_of(inputs, out)
         alike = all(
@@ -93,7 +94,9 @@ def _elementwise(request: Request, kernels: Mapping[str, Kernel]) -> Operator:
         variant = "any"
         if walks is None and alike:
             variant = "plain" if out.dtype is DType.F32 else "half"
-        kernel = kernels.get(variant, kernels["any"])
+        kernel = kernels.get(variant) or kernels.get("any")
+        if kernel is None:  # not compiled yet
+            return None
         return Plan(kernel.op_id, out.elements, tile_count(out.elements, blocks), walks)
 
     def spec(*operands: Array) -> Array:

@@ -178,6 +178,10 @@ class Store:
             self._sweep(folder)
         return True
 
+    def signature(self, kind: str, key: str, payload: bytes) -> str:
+        """What the entry of a payload is signed with, hexadecimal; empty where there is no secret."""
+        return "" if self._secret is None else sign(self._secret, kind, key, payload).hex()
+
     def entries(self) -> list[Entry]:
         """All entries by their names, whether they verify or not."""
         found = []

@@ -27,7 +27,7 @@ from ..protocol import (
 )
 
 Sizes = dict[str, int]
-TABLE_LENGTH: Final = 1024
+TABLE_LENGTH: Final = 1 << 16
 """Operator ids below this have a place in the CPU machine's table."""
 
 

@@ -15,7 +15,8 @@ tests run the same body in plain Python, one memory operation a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -142,6 +143,19 @@ class HostPrimitives(Primitives, Protocol):
     call_nothing: Primitive  # (a function without arguments or result)
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Machine code of one injected body.
+
+    Attributes:
+        symbol: its name, which no other body has.
+        data: what the machine loads or links.
+    """
+
+    symbol: str
+    data: bytes
+
+
 class Machine(Protocol):
     """What a Runtime asks of the place where its executor runs."""
 
@@ -157,6 +171,35 @@ class Machine(Protocol):
     def prepare(self, op_id: int) -> None:
         """Make a kernel runnable. Before the first task of it is submitted."""
 
+    target: str
+    """What injected bodies are compiled for, as `inject.keys` has it."""
+    threads: int
+    """A block's."""
+    loads_parked: bool
+    """Whether `load` needs an executor that has left, and stays away until it returns."""
+
+    inlines: bool
+    """Whether a worker can be compiled that has injected bodies inlined."""
+
+    def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> Any:
+        """A generation with these injected bodies by id, to be loaded; worker: that instead of the usual one.
+
+        Raises MachineError.
+        """
+
+    def load(self, generation: Any) -> None:
+        """Make a generation the active one, and the active one the standby; what stood by is unloaded.
+
+        An id that the generation has not must have no task under way. Raises MachineError, and then nothing
+        has changed.
+        """
+
+    def swap(self) -> None:
+        """Exchange active and standby generation, which are both loaded: launches from now on have it.
+
+        Under the launch lock, as `load` is while launches are held.
+        """
+
     def launch(self, workers: int) -> None:
         """Queue a launch behind those before it. Returns at once unless the driver is busy freeing memory."""
 
@@ -171,6 +214,9 @@ class Machine(Protocol):
 
     def upload(self, data: bytes) -> Any:
         """Bytes as an array that the device reads, freed when nobody holds it. Waits for no executor."""
+
+    def download(self, array: Any) -> np.ndarray[Any, Any]:
+        """The bytes of what `upload` gave."""
 
     def view(self, array: Any, name: str) -> Any:
         """`host.arrays.ArrayView` of an operand, or the error that says why it cannot be one."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
+import struct
+import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +22,13 @@ from typing import Any
 import numpy as np
 
 from ..config import Config
+from ..device.operators.table import INJECTED_IDS
 from ..errors import MachineError
 from ..host.arrays import ArrayView, view_cpu
+from ..inject.keys import cpu_target
 from ..protocol import CONTEXT, SCRATCH_BYTES
 from . import areas
+from .base import Code
 
 NO_STREAMS = (
     "the CPU machine has no CUDA streams, and its tasks see all that the host wrote before: leave the call "
@@ -60,6 +66,24 @@ def _compile_body(make: Any) -> Any:
     return cfunc(signature, error_model="numpy")(make(m))
 
 
+def compile_object(body: Any, symbol: str) -> bytes:
+    """An injected body as an object file with one C function, for `CpuMachine.link` in another process."""
+    from llvmlite import binding
+    from numba import cfunc, types
+
+    made = cfunc(types.int32(*[types.uint64] * 4), error_model="numpy")(body)
+    module = binding.parse_assembly(made.inspect_llvm())
+    module.get_function(made.native_name).name = symbol
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=3,
+        codemodel="jitdefault",
+        jit=True,
+    )
+    return bytes(machine.emit_object(module))
+
+
 def compiled_kernel(op_id: int) -> Any:
     """A kernel as a C function, compiled at its first use in the process; kernels of one factory are one."""
     from ..device.operators import KERNELS
@@ -68,14 +92,58 @@ def compiled_kernel(op_id: int) -> Any:
         return _compile_body(KERNELS[op_id].make)
 
 
+def _is_whole(data: bytes) -> bool:
+    """Whether an ELF file holds the sections that it says it has. Other formats are LLVM's to judge."""
+    if data[:4] != b"\x7fELF":
+        return bool(data) and sys.platform != "linux"
+    if len(data) < 64:
+        return False
+    (sections,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    return bool(0 < sections and count > 0 and sections + size * count <= len(data))
+
+
+class _Loaded:
+    """An injected body as machine code in this process; gone when nobody holds it.
+
+    Raises:
+        MachineError: it is no object file of this machine's, or lacks its symbol.
+    """
+
+    __slots__ = ("__weakref__", "_engine", "address")
+
+    def __init__(self, code: Code) -> None:
+        from llvmlite import binding
+
+        if not _is_whole(code.data):  # LLVM does not survive it
+            raise MachineError(f"{code.symbol} is no whole object file: clear the cache")
+        compiled()  # Numba's helpers have names from here on
+        target = binding.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
+        try:
+            self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target)
+            self._engine.add_object_file(binding.ObjectFileRef.from_data(code.data))
+            self._engine.finalize_object()
+        except RuntimeError as error:
+            raise MachineError(f"{code.symbol} cannot be loaded: {error}") from error
+        self.address = int(self._engine.get_function_address(code.symbol))
+        if self.address == 0:
+            raise MachineError(f"{code.symbol} is not in its object file")
+
+
 class CpuMachine:
     """See `base.Machine`."""
 
     name = "cpu"
     idle_floor_s = 0.002
+    loads_parked = inlines = False
+    threads = 1
 
     def __init__(self, config: Config) -> None:
         self._code = compiled()
+        self.target = cpu_target()
+        self._loaded: weakref.WeakValueDictionary[str, _Loaded] = weakref.WeakValueDictionary()
+        self._active: dict[int, _Loaded] = {}
+        self._standby: dict[int, _Loaded] = {}
         self.device_name = platform.processor() or platform.machine()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.max_workers = config.workers or max(1, cores - 1)
@@ -109,7 +177,39 @@ class CpuMachine:
         self._device[at : at + values.nbytes] = values.view(np.uint8)
 
     def prepare(self, op_id: int) -> None:
-        self.arrays.table[op_id] = compiled_kernel(op_id).address
+        if self.arrays.table[op_id] == 0:  # otherwise it came with a generation
+            self.arrays.table[op_id] = compiled_kernel(op_id).address
+
+    # --- generations: what the table holds for the injected ids ---
+
+    def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> dict[int, _Loaded]:
+        if max(codes, default=0) >= len(self.arrays.table):
+            raise MachineError(
+                f"{len(self.arrays.table) - INJECTED_IDS} bodies were injected into this Runtime, more than "
+                "its table holds: make a new Runtime"
+            )
+        bodies = {}
+        for op_id, code in codes.items():
+            body = self._loaded.get(code.symbol)
+            if body is None:
+                body = self._loaded[code.symbol] = _Loaded(code)
+            bodies[op_id] = body
+        return bodies
+
+    def load(self, generation: dict[int, _Loaded]) -> None:
+        self._standby, self._active = self._active, generation
+        self._fill()
+
+    def swap(self) -> None:
+        self._active, self._standby = self._standby, self._active
+        self._fill()
+
+    def _fill(self) -> None:
+        """Each place is one word, and who submits a task of it does so after this."""
+        for op_id in self._standby.keys() - self._active.keys():
+            self.arrays.table[op_id] = 0
+        for op_id, body in self._active.items():
+            self.arrays.table[op_id] = body.address
 
     def launch(self, workers: int) -> None:
         with self._changed:
@@ -163,6 +263,9 @@ class CpuMachine:
 
     def upload(self, data: bytes) -> np.ndarray[Any, Any]:
         return np.frombuffer(data, np.uint8).copy()
+
+    def download(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return array.copy()
 
     def view(self, array: Any, name: str) -> ArrayView:
         return view_cpu(array, name)

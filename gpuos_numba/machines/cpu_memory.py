@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..descriptor import Status
@@ -430,7 +431,8 @@ def now_ns(typingctx):
     """CLOCK_MONOTONIC, which a set system clock does not move."""
 
     def codegen(context, builder, signature, args):
-        timespec = builder.alloca(ir.ArrayType(_I64, 2))
+        # Once a function: a loop that reads the clock would eat the stack.
+        timespec = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
         get = builder.module.globals.get("clock_gettime")
         if get is None:
             get = ir.Function(builder.module, ir.FunctionType(_I32, [_I32, _I64]), "clock_gettime")

@@ -11,9 +11,9 @@ import ctypes
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ..host.arrays import ArrayView, view_cuda
 from ..host.streams import BUSY, CAPTURING, IDLE
 from ..protocol import CONTEXT, field
 from . import areas
+from .base import Code
 
 MAPPED_PORTABLE = 0x01 | 0x02  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -78,11 +79,20 @@ def _free_device(driver: Any, context: Any, pointer: int) -> None:
     driver.cuCtxPopCurrent()
 
 
+class _Loaded(NamedTuple):
+    """An executor that can be launched. The driver may read its cubin lazily."""
+
+    cubin: bytes
+    library: Any
+    function: ctypes.c_void_p
+
+
 class DeviceBytes:
     """Device memory of a program: what `__cuda_array_interface__` says, and nothing else."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.shape = (size,)
+        self.pointer = pointer
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
@@ -96,6 +106,7 @@ class CudaMachine:
 
     name = "cuda"
     idle_floor_s = 0.0
+    loads_parked = inlines = True
 
     def __init__(self, config: Config, device: int) -> None:
         driver = self._driver = _driver()
@@ -122,16 +133,19 @@ class CudaMachine:
         self.device_name = raw.split(b"\0")[0].decode() if isinstance(raw, bytes) else str(raw)
         self.max_workers = config.workers or max(1, multiprocessors - 1)
         self.quiet_workers = min(config.quiet_workers or QUIET_WORKERS, self.max_workers)
-        self._threads = config.threads
+        self.threads, self._capability = config.threads, (capability[0], capability[1])
+        self.target = f"sm_{capability[0]}{capability[1]}"
         self._trace = (0, 0)
 
         from . import cuda_compile
 
-        generation = cuda_compile.build((capability[0], capability[1]), config.threads)
+        generation = cuda_compile.build(self._capability, config.threads)
         self._context_handle = _check(driver.cuDevicePrimaryCtxRetain(handle))
         with self._current():
             self._allocate(config)
-            self._load(generation)
+            self._bind()
+            self._standby: _Loaded | None = None
+            self._activate(self._open(generation.cubin))
         # Tickets and stats read the done words after close(): they go with the last who can ask.
         finalizer = weakref.finalize(
             self, _free_host, driver, self._context_handle, self._pinned, self._handle
@@ -176,13 +190,8 @@ class CudaMachine:
         self._argument = ctypes.c_uint64(addresses["context"])
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
 
-    def _load(self, generation: Any) -> None:
-        driver = self._driver
-        self._cubin = generation.cubin  # the driver may read it lazily
-        self._library = _check(driver.cuLibraryLoadData(self._cubin, [], [], 0, [], [], 0))
-        (kernel,) = _check(driver.cuLibraryEnumerateKernels(1, self._library))  # there is one
-        self._function = _check(driver.cuKernelGetFunction(kernel))
-        self._function_handle = ctypes.c_void_p(int(self._function))
+    def _bind(self) -> None:
+        """What launches through ctypes need."""
         self._stream_handle = ctypes.c_void_p(int(self._stream))
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self._launch_kernel = library.cuLaunchKernel
@@ -194,8 +203,8 @@ class CudaMachine:
             ctypes.c_void_p,
         ]
         record = self.arrays.launch
-        record["kernel"], record["stream"] = int(self._function), int(self._stream)
-        record["arguments"], record["threads"] = ctypes.addressof(self._arguments), self._threads
+        record["stream"], record["arguments"] = int(self._stream), ctypes.addressof(self._arguments)
+        record["threads"] = self.threads
         record["call"] = int(ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0)
         self.stream_query = int(ctypes.cast(library.cuStreamQuery, ctypes.c_void_p).value or 0)
         """Address of cuStreamQuery, for compiled code."""
@@ -203,10 +212,49 @@ class CudaMachine:
     def prepare(self, op_id: int) -> None:
         """Every kernel is linked in."""
 
+    # --- generations ---
+
+    def _open(self, cubin: bytes) -> _Loaded:
+        """Load an executor. Blocks until the one that runs has left."""
+        driver = self._driver
+        library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        try:
+            (kernel,) = _check(driver.cuLibraryEnumerateKernels(1, library))  # there is one
+            function = _check(driver.cuKernelGetFunction(kernel))
+        except MachineError:
+            driver.cuLibraryUnload(library)
+            raise
+        return _Loaded(cubin, library, ctypes.c_void_p(int(function)))
+
+    def _activate(self, loaded: _Loaded) -> None:
+        """Launches from now on are of this one, those of compiled code too."""
+        self._active = loaded
+        self.arrays.launch["kernel"] = int(loaded.function.value or 0)
+
+    def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> bytes:
+        from . import cuda_compile
+
+        return cuda_compile.link(self._capability, self.threads, codes, worker).cubin
+
+    def load(self, generation: bytes) -> None:
+        with self._current():
+            opened = self._open(generation)
+            # Unloading waits for the device, as loading does. Nobody can launch what stands by.
+            old, self._standby = self._standby, self._active
+            self._activate(opened)
+            if old is not None:
+                _check(self._driver.cuLibraryUnload(old.library))
+
+    def swap(self) -> None:
+        if self._standby is None:
+            raise MachineError("there is no standby generation: nothing was injected yet")
+        standby, self._standby = self._standby, self._active
+        self._activate(standby)
+
     def launch(self, workers: int) -> None:
         # Straight through ctypes: cuda-python's packing of arguments takes several microseconds.
-        grid, block = (workers + 1, 1, 1), (self._threads, 1, 1)
-        arguments = (self._function_handle, *grid, *block, 0, self._stream_handle, self._arguments, None)
+        grid, block = (workers + 1, 1, 1), (self.threads, 1, 1)
+        arguments = (self._active.function, *grid, *block, 0, self._stream_handle, self._arguments, None)
         error = self._launch_kernel(*arguments)
         if error == INVALID_CONTEXT:  # this thread has not used CUDA yet
             with self._current():
@@ -249,6 +297,15 @@ class CudaMachine:
         finalizer = weakref.finalize(array, _free_device, driver, self._context_handle, pointer)
         finalizer.atexit = False
         return array
+
+    def download(self, array: DeviceBytes) -> np.ndarray[Any, Any]:
+        values = np.zeros(array.shape, np.uint8)
+        with self._current():
+            _check(
+                self._driver.cuMemcpyDtoHAsync(values.ctypes.data, array.pointer, values.nbytes, self._copies)
+            )
+            _check(self._driver.cuStreamSynchronize(self._copies))
+        return values
 
     def device_of(self, pointer: int) -> int | None:
         """Ordinal of the GPU that a pointer belongs to, None where it is not device memory."""
@@ -333,7 +390,9 @@ class CudaMachine:
     def close(self) -> None:
         driver = self._driver
         with self._current():
-            _check(driver.cuLibraryUnload(self._library))
+            for loaded in (self._active, self._standby):
+                if loaded is not None:
+                    _check(driver.cuLibraryUnload(loaded.library))
             _check(driver.cuMemFree(self._memory))
             _check(driver.cuStreamDestroy(self._stream))
             _check(driver.cuStreamDestroy(self._copies))

@@ -11,6 +11,7 @@ costs up to 2 us. Linking with LTO instead inlines everything, takes 20 s, and s
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pickle
 import shutil
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +40,16 @@ from ..inject.keys import content_key, cuda_target
 from ..inject.store import Store
 from ..protocol import SCRATCH_BYTES
 from . import cuda_memory
+from .base import Code
 
 # mypy: disable-error-code="no-untyped-call"
 
 m: Any = cuda_memory
+ELF = b"\x7fELF"
 KERNEL, PUMP, WORKER = "gpuos_executor", "gpuos_pump", "gpuos_worker"
 PUMP_SIGNATURE = types.int32(*[types.uint64] * 3)
 WORKER_SIGNATURE = types.int32(*[types.uint64] * 4)
+INJECTED_SIGNATURE = types.int32(*[types.uint64] * 5)
 OLDEST = (8, 0)
 """sm_80: cp.async, and nanosleep and scoped memory operations before it."""
 
@@ -132,10 +136,14 @@ def compile_pump(capability: tuple[int, int]) -> str:
 class _WithSwitch:
     """The CUDA primitives, with the switch, and what the worker runs without it."""
 
-    def __init__(self) -> None:
+    def __init__(self, inlined: Mapping[int, Callable[..., Any]]) -> None:
         kernels = tuple(KERNELS.values())
         bodies = {kernel.symbol: _declare(kernel.symbol) for kernel in kernels}
         self.is_plain, self.run_plain = elementwise.make_run_plain(m)
+        injected = cuda.declare_device(switch.INJECTED, INJECTED_SIGNATURE, abi="c")
+        for op_id, make in inlined.items():
+            injected = _inline(op_id, m.device(make(m)), injected)
+        bodies[switch.INJECTED] = injected
         called = m.device(switch.build(kernels, bodies))
 
         def dispatch(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
@@ -147,12 +155,27 @@ class _WithSwitch:
         return getattr(m, name)
 
 
+def _inline(own_id: int, body: Any, otherwise: Any) -> Any:
+    """`otherwise`, but one id goes to a body at once."""
+    OWN = m.u64(own_id)
+
+    def injected(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
+        if op_id == OWN:
+            return body(context, task, tile, arena)
+        return otherwise(context, op_id, task, tile, arena)
+
+    return m.device(injected)
+
+
 def _declare(symbol: str) -> Any:
     return cuda.declare_device(symbol, m.OPERATOR_SIGNATURE, abi="c")
 
 
-def compile_worker(capability: tuple[int, int]) -> str:
-    body = _returning_status(make_worker(cast("Any", _WithSwitch())))
+def compile_worker(
+    capability: tuple[int, int], inlined: Mapping[int, Callable[..., Any]] | None = None
+) -> str:
+    """inlined: factories of injected bodies by id, which become part of the worker."""
+    body = _returning_status(make_worker(cast("Any", _WithSwitch(inlined or {}))))
     return _compile(body, WORKER_SIGNATURE, WORKER, capability)
 
 
@@ -282,26 +305,85 @@ def build(capability: tuple[int, int], threads: int = 256) -> Generation:
     if found is not None:
         size = int.from_bytes(found[:8], "little")
         return Generation(found[8 : 8 + size], capability, found[8 + size :].decode())
-    generation = _link(capability, threads)
+    generation = link(capability, threads, {})
     header = len(generation.cubin).to_bytes(8, "little")
     store.put("cubin", key, header + generation.cubin + generation.log.encode())
     return generation
 
 
-def _link(capability: tuple[int, int], threads: int) -> Generation:
+@dataclass(frozen=True)
+class Objects:
+    """The parts that every generation has, each alone: relocatable cubins, or PTX where there is no ptxas.
+
+    Attributes:
+        codes: by symbol.
+        log: what ptxas said, with registers and spills.
+    """
+
+    codes: dict[str, bytes]
+    log: str
+
+
+@functools.cache
+def build_objects(capability: tuple[int, int], threads: int) -> Objects:
+    """Compiled once a process; from the cache where they were before. Raises MachineError."""
     from concurrent.futures import ThreadPoolExecutor
 
+    store = Store()
+    key = content_key(f"parts of {threads} threads", cuda_target(capability))
+    found = store.get("object", key)
+    if found is not None:
+        return _unpack_objects(found)
+    ptxas, parts = find_ptxas(), compile_parts(threads)
+    if ptxas is None:  # the linker knows PTX too, and takes longer
+        return Objects({symbol: part.encode() for symbol, part in parts.items()}, "")
+    with ThreadPoolExecutor() as pool:
+        assembled = list(pool.map(lambda part: assemble(part, capability, threads, ptxas), parts.values()))
+    codes = {symbol: cubin for symbol, (cubin, _) in zip(parts, assembled, strict=True)}
+    objects = Objects(codes, "\n".join(said for _, said in assembled))
+    store.put("object", key, _pack_objects(objects))
+    return objects
+
+
+def _pack_objects(objects: Objects) -> bytes:
+    names = {symbol: len(code) for symbol, code in objects.codes.items()}
+    head = json.dumps({"codes": names, "log": objects.log}).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *objects.codes.values()])
+
+
+def _unpack_objects(data: bytes) -> Objects:
+    end = 8 + int.from_bytes(data[:8], "little")
+    head, codes = json.loads(data[8:end]), {}
+    for symbol, size in head["codes"].items():
+        codes[symbol] = data[end : end + size]
+        end += size
+    return Objects(codes, head["log"])
+
+
+def link(
+    capability: tuple[int, int], threads: int, injected: Mapping[int, Code], worker: Code | None = None
+) -> Generation:
+    """An executor with these operators besides those of the table; milliseconds once the parts are built.
+
+    worker: its object, where it is not the usual one.
+
+    Raises:
+        MachineError: a tool of the toolchain failed; the message is its own.
+    """
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    ptxas, parts, log = find_ptxas(), compile_parts(threads).values(), ""
-    if ptxas is None:  # the linker knows PTX too, and takes longer
-        codes = [ObjectCode.from_ptx(part.encode()) for part in parts]
-    else:
-        with ThreadPoolExecutor() as pool:
-            assembled = list(pool.map(lambda part: assemble(part, capability, threads, ptxas), parts))
-        codes = [ObjectCode.from_cubin(cubin) for cubin, _ in assembled]
-        log = "\n".join(said for _, said in assembled)
+    objects = build_objects(capability, threads)
+    usual = objects.codes if worker is None else {**objects.codes, WORKER: worker.data}
+    bodies = {code.symbol: code.data for code in injected.values()}
+    cases = [(op_id, code.symbol) for op_id, code in injected.items()]
+    parts = [*usual.values(), *bodies.values(), switch.render_injected(cases).encode()]
+    codes = [
+        ObjectCode.from_cubin(part) if part.startswith(ELF) else ObjectCode.from_ptx(part) for part in parts
+    ]
     options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", ptxas_options=["-v"])
-    linker = Linker(*codes, options=options)
-    cubin = linker.link("cubin")
-    return Generation(bytes(cubin.code), capability, log + linker.get_info_log())
+    try:
+        linker = Linker(*codes, options=options)
+        cubin = linker.link("cubin")
+    except Exception as error:  # whatever the linker's wrapper raises, which differs by its backend
+        raise MachineError(f"linking failed: {str(error)[:2000]}") from error
+    return Generation(bytes(cubin.code), capability, objects.log + linker.get_info_log())

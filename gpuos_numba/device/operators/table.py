@@ -102,8 +102,9 @@ Infer = Callable[..., tuple[Result, ...]]
 An input that was left out is None.
 """
 
-Planner = Callable[..., Plan]
-"""`plan(inputs, outputs, blocks, **parameters)`: how the call runs on up to `blocks` blocks.
+Planner = Callable[..., Plan | None]
+"""`plan(inputs, outputs, blocks, **parameters)`: how the call runs on up to `blocks` blocks, or None where
+the operator's fallback must take it.
 
 The outputs are Operands of the shapes that `infer` gave, and of its dtypes unless the operator casts.
 """
@@ -261,7 +262,7 @@ Example = tuple[list[Any], dict[str, Any]]
 """Inputs and parameters of a valid call; of an operator that updates, `out` is among the parameters."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Operator:
     """One operator.
 
@@ -292,6 +293,7 @@ class Operator:
             float to integer, nor from either to bool.
         plain: contiguous f32 operands of one shape need no more than the first kernel and their addresses.
         leading: arrays that the Runtime puts ahead of the caller's inputs; `infer` and `plan` see them too.
+        fallback: takes the calls for which `plan` answers None.
     """
 
     name: str
@@ -317,6 +319,7 @@ class Operator:
     casts: bool = False
     plain: bool = False
     leading: tuple[Any, ...] = ()
+    fallback: Operator | None = None
     _by_name: Mapping[str, Parameter] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
