@@ -154,9 +154,10 @@ HOST_LAUNCH: Final = np.dtype(
         "itemsize": 2 * LINE,
     }
 )
-"""How a launch is made. lock: 1 while somebody decides about launches; holds: parks in force, nothing is
-launched; closing: nothing ever will be; call: address of cuLaunchKernel, 0 where only Python can launch;
-kernel, stream, arguments, threads: what it takes; quiet, most: workers of a narrow and of a wide launch."""
+"""How a launch is made. lock: who decides about launches, 1 in compiled code, 0 nobody; holds: parks in
+force, nothing is launched; closing: nothing ever will be; call: address of cuLaunchKernel, 0 where only
+Python can launch; kernel, stream, arguments, threads: what it takes; quiet, most: workers of a narrow and of
+a wide launch."""
 
 LAYOUT_SLOTS: Final = 1 << 16
 WINDOW: Final = 256

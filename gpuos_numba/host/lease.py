@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from ..config import Config
@@ -24,6 +23,25 @@ TICK_S = 0.005
 
 ASLEEP_TICKS = 50
 """While the executor is parked the keeper comes back after so many ticks, for who looks at the board."""
+
+
+class Deciding:
+    """The lock on launches. A Ctrl-C may come between any two steps of Python: `__enter__` gives back what it
+    may have got, and then `__exit__` is not called.
+    """
+
+    def __init__(self, host: Any, address: int) -> None:
+        self._host, self._address, self._me = host, address, threading.get_ident()
+
+    def __enter__(self) -> None:
+        try:
+            self._host.lock_launches(self._address, self._me)
+        except BaseException:
+            self._host.unlock_launches(self._address, self._me)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._host.unlock_launches(self._address, self._me)
 
 
 class Keeper:
@@ -67,14 +85,9 @@ class Keeper:
         """Parked before a task that waits for a stream: a launch could do nothing."""
         return self.parked and not self._host.nobody_serves(self._address)
 
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def deciding(self) -> Deciding:
         """Launches are this thread's to decide; never held by who waits for tasks."""
-        self._host.lock_launches(self._address)
-        try:
-            yield
-        finally:
-            self._host.unlock_launches(self._address)
+        return Deciding(self._host, self._address)
 
     def _unserved(self) -> bool:
         return int(self._claimed[0]) != int(self._ingested[0])

@@ -138,7 +138,7 @@ def make_nobody_serves(m: HostPrimitives) -> Body:
 
 @cache
 def make_lock_launches(m: HostPrimitives) -> Body:
-    """`lock_launches(host)`: until `unlock_launches`, nobody else decides about launches.
+    """`lock_launches(host, me)`: until `unlock_launches`, nobody else decides about launches.
 
     The holder may call the driver, which may wait for the executor to park, so nobody waits for the lock whom
     the executor needs: a producer that finds it taken goes its way (`relaunch`).
@@ -149,9 +149,9 @@ def make_lock_launches(m: HostPrimitives) -> Body:
     ZERO, ONE = u64(0), u64(1)
     assert field(HOST_LAUNCH, "lock") == 0
 
-    def lock_launches(host: Any) -> None:
+    def lock_launches(host: Any, me: Any) -> None:
         spins = ZERO
-        while compare_and_swap(load_u64(host + LOCK), ZERO, ONE) == ZERO:
+        while compare_and_swap(load_u64(host + LOCK), ZERO, me) == ZERO:
             pause(spins)
             spins += ONE
 
@@ -160,12 +160,17 @@ def make_lock_launches(m: HostPrimitives) -> Body:
 
 @cache
 def make_unlock_launches(m: HostPrimitives) -> Body:
-    """`unlock_launches(host)`."""
+    """`unlock_launches(host, me)`: nothing where another holds the lock, so that who was interrupted on the
+    way to it need not know whether it got there.
+    """
     u64, load_u64, store_release_sys = m.u64, m.load_u64, m.store_release_sys
+    load_relaxed_sys = m.load_relaxed_sys
     LOCK, ZERO = u64(field(HOST_CONTEXT, "launch")), u64(0)
 
-    def unlock_launches(host: Any) -> None:
-        store_release_sys(load_u64(host + LOCK), ZERO)
+    def unlock_launches(host: Any, me: Any) -> None:
+        lock = load_u64(host + LOCK)
+        if load_relaxed_sys(lock) == me:
+            store_release_sys(lock, ZERO)
 
     return m.device(unlock_launches)
 
@@ -265,7 +270,7 @@ def make_relaunch(m: HostPrimitives) -> Body:
             if error != ZERO:  # this thread has not used CUDA yet, or what Python will say
                 store_release_sys(words + ENQUEUED, enqueued)
                 answer = ONE
-        unlock_launches(host)
+        unlock_launches(host, ONE)
         return answer
 
     return m.device(relaunch)
@@ -831,8 +836,8 @@ def compiled() -> SimpleNamespace:
         "try_claim": (make_try_claim, pair(u64, u64)),
         "publish": (make_publish, u64(u64, u64, u64)),
         "nobody_serves": (make_nobody_serves, u64(u64)),
-        "lock_launches": (make_lock_launches, types.void(u64)),
-        "unlock_launches": (make_unlock_launches, types.void(u64)),
+        "lock_launches": (make_lock_launches, types.void(u64, u64)),
+        "unlock_launches": (make_unlock_launches, types.void(u64, u64)),
         "backlog": (make_backlog, u64(u64, u64)),
         "doze": (make_doze, types.void(u64, u64, u64)),
         "relaunch": (make_relaunch, u64(u64)),
