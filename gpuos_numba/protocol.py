@@ -220,6 +220,8 @@ PROGRAM_GROUP: Final = np.dtype(
 where addresses go, and bytes from one index of an operand to the next."""
 
 # A call's table: u64 bases by place, then PROGRAM_GROUPs. It says what is new in a call.
+TABLE_SPACE: Final = 4 << 20
+"""Bytes on the bus for the tables of all programs: allocating pinned memory may wait for the executor."""
 
 # A call travels as a task with Flag.PROGRAM and as many tiles as runs. Byte offsets of what it says:
 CALL_RUNS: Final = offset("inputs")  # device address of PROGRAM_RUNs

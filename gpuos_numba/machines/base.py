@@ -153,6 +153,8 @@ class Machine(Protocol):
     idle_floor_s: float
     """Parking sooner than this costs more than it saves."""
     arrays: HostArrays
+    tables_address: int
+    """Of `arrays.tables`, as the device sees it."""
 
     def prepare(self, op_id: int) -> None:
         """Make a kernel runnable. Before the first task of it is submitted."""
@@ -168,6 +170,9 @@ class Machine(Protocol):
 
     def upload(self, data: bytes) -> Any:
         """Bytes as an array that the device reads, freed when nobody holds it. Waits for no executor."""
+
+    def allocate(self, size: int) -> Any:
+        """The same without contents, on a line of its own."""
 
     def view(self, array: Any, name: str) -> Any:
         """`host.arrays.ArrayView` of an operand, or the error that says why it cannot be one."""
