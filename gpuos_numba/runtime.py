@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final, Self
@@ -57,7 +57,9 @@ from .host.layouts import LayoutTable
 from .host.lease import Keeper
 from .inject.live import Injected
 from .machines.base import Machine
+from .program import Program, TableSpace
 from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
+from .recording import Recorder, Recording, record_function
 
 _TASK = struct.Struct("<IIIIQQQQQQqQQ6HI24s")
 assert _TASK.size == TASK_BYTES
@@ -302,6 +304,8 @@ class Runtime:
         self._calls: Calls | None = None  # made when torch is there
         self._tensors: tuple[type, ...] = ()
         self._prepared: set[int] = set()  # kernels that this Runtime has used
+        self._recorders: dict[int, Recorder] = {}  # by thread: who takes its calls instead of the ring
+        self._tables = TableSpace(arrays.tables, self._machine.tables_address)
         self._ordinal = device
         self._torch: Any = None
         self._query = 0
@@ -340,6 +344,8 @@ class Runtime:
             QueueFull: the ring stayed full.
             ClosedError: the Runtime is closed or belongs to another process.
         """
+        if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
+            return recorder.submit(op, inputs, out, after, scalars)
         if after is None:
             ticket = self._short(self._operator(op), inputs, out, scalars)
             if ticket is not None:
@@ -358,6 +364,8 @@ class Runtime:
         **scalars: Any,
     ) -> Ticket | None:
         """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
+        if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
+            return recorder.submit(op, inputs, out, after, scalars)
         for ticket in after if isinstance(after, list | tuple) else (after,):
             if isinstance(ticket, Ticket) and len(ticket) > 1 and not ticket._linked and not ticket.done:
                 return None
@@ -413,6 +421,8 @@ class Runtime:
         self._check_open()
         if len(batch) == 0:
             raise ArgumentError("an empty batch: give it at least one call")
+        if threading.get_ident() in self._recorders:
+            raise ArgumentError("a batch inside a recording: call the operators themselves")
         if self._settle:
             self._machine.settle(list(batch._sources.values()), list(batch._streams))
         out = batch.outputs
@@ -555,6 +565,54 @@ class Runtime:
                 "this Runtime belongs to the parent process: make a new one in the child, and start children "
                 'with the "spawn" method if they use CUDA'
             )
+
+    # --- programs ---
+
+    def program(
+        self, function: Callable[..., Any], example_arguments: Sequence[Any], *, copies: int = 1
+    ) -> Program:
+        """Record a function of arrays and numbers that calls operators of this Runtime.
+
+            step = rt.program(lambda x, w: rt.relu(rt.mul(x, w).result()), (x, w))
+            y = step(x2, w2).result()
+
+        The function is called once, with `Symbolic` arrays of the examples' shapes and dtypes; nothing runs.
+        Other arrays that it uses are captured: every call of the program uses the same ones.
+
+        Args:
+            function: its arguments are as the examples; it returns recorded tickets, their results, or None.
+            example_arguments: arrays and Python numbers.
+            copies: calls that may run at the same time; each copy has memory for intermediate results.
+
+        Raises:
+            What submitting the calls would raise; ArgumentError where nothing was recorded.
+        """
+        self._check_open()
+        views = [
+            each.item()
+            if isinstance(each, np.generic)
+            else each
+            if isinstance(each, bool | int | float)
+            else self._machine.view(each, f"example_arguments[{place}]")
+            for place, each in enumerate(example_arguments)
+        ]
+        program = Program(self, copies, function)
+        program._begin(record_function(self, function, views))
+        return program
+
+    def record(self, *arrays: Any, copies: int = 1) -> Recording:
+        """Record the calls that this thread makes in a `with` block; nothing runs.
+
+            with rt.record() as program:
+                t = rt.mul(a, b).result()
+                rt.add(t, c, out=d)
+            program(a2, b2, c2, d2)
+
+        The program's arguments are the arrays that were used, in the order in which they came, `arrays` first;
+        views of one of them are no arguments of their own. It gives results that no recorded call reads.
+        """
+        self._check_open()
+        return Recording(self, arrays, copies, Program)
 
     # --- injection ---
 
@@ -1173,6 +1231,8 @@ def _sugar(operator: Operator) -> Any:
     op_id, limit = operator.kernels[0].op_id if operator.kernels else 0, operator.inputs[1]
 
     def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
+        if self._recorders:
+            return self.submit(operator.name, inputs, out, after=after, **scalars)
         if after is None and (self._calls is not None or not self._tensors):
             ticket = self._short(operator, inputs, out, scalars)
             if ticket is not None:
