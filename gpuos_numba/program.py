@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -207,7 +208,9 @@ class _Layout:
         self.places = self.first_pool + len(pool_ids)
         self.columns: dict[tuple[int, int], list[int]] = {}
         """By group and pointer: which steps go with a record's indices; -1 is the slot."""
-        self.extras: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], int, int]] = []
+        self.extras: list[
+            tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], int, int]
+        ] = []
         """Places with an address each: (places, places of their bases, indices, group, pointer)."""
         operands = self._operands(trace, groups, place_of, workspace_at, plans)
         self.unit_pool = {root: pools[root] for root in pools}
@@ -248,9 +251,13 @@ class _Layout:
                     self.extras.append((extra, base, np.column_stack([slot, each.indices]), number, pointer))
                     base, columns = extra, []
                 if self.places >= 1 << RECORD_ROOT_BITS:
-                    raise ArgumentError(f"a program of more than {1 << RECORD_ROOT_BITS} addresses: record it in parts")
+                    raise ArgumentError(
+                        f"a program of more than {1 << RECORD_ROOT_BITS} addresses: record it in parts"
+                    )
                 word = base.astype(np.uint64)
-                for k, shift in zip(columns, (RECORD_ROOT_BITS, RECORD_ROOT_BITS + RECORD_FIRST_BITS), strict=False):
+                for k, shift in zip(
+                    columns, (RECORD_ROOT_BITS, RECORD_ROOT_BITS + RECORD_FIRST_BITS), strict=False
+                ):
                     word |= values[k].astype(np.uint64) << np.uint64(shift)
                 words[calls, pointer] = word
                 self.columns[number, pointer] = columns
@@ -436,7 +443,15 @@ class Program:
         count = int(np.prod(root.shape, dtype=np.int64))
         walk = _same_walk(root.shape, root.strides, _contiguous_strides(root.shape))
         return ArrayView(
-            root.address, root.shape, root.strides, root.dtype, root.readonly, root.array, count, walk, root.stream
+            root.address,
+            root.shape,
+            root.strides,
+            root.dtype,
+            root.readonly,
+            root.array,
+            count,
+            walk,
+            root.stream,
         )
 
     @property
@@ -480,9 +495,7 @@ class Program:
         trace = resolved.body.trace
         results, handed, given = self._results(resolved, views, out)
         arrays = {
-            number: view
-            for number, view in zip(trace.arguments, views, strict=True)
-            if number >= 0
+            number: view for number, view in zip(trace.arguments, views, strict=True) if number >= 0
         } | results
         owners = [view.owner for view in arrays.values()]
         if runtime._settle:
@@ -726,9 +739,7 @@ class Program:
         if not any(copy.tables.get(kept) for copy in self._copies):
             self._runtime._tables.give(self._parts)
 
-    def _bases(
-        self, copy: _Copy, resolved: _Resolved, arrays: dict[int, ArrayView]
-    ) -> np.ndarray[Any, Any]:
+    def _bases(self, copy: _Copy, resolved: _Resolved, arrays: dict[int, ArrayView]) -> np.ndarray[Any, Any]:
         layout, roots = resolved.layout, resolved.body.trace.roots
         bases = np.zeros(layout.places, np.uint64)
         for at, root in enumerate(layout.based, 1):
@@ -989,10 +1000,10 @@ class _Planner:
             followed[pointer] = found, each.dtype
             return _planned(found, each.dtype)
 
-        operands = tuple(
-            _operand(each, self.numbers, lambda each, at=at: view(each, _pointer(at), f"inputs[{at}]"))
-            for at, each in enumerate(call.inputs)
-        )
+        def read(at: int, each: Any) -> Planned | None:
+            return _operand(each, self.numbers, lambda one: view(one, _pointer(at), f"inputs[{at}]"))
+
+        operands = tuple(read(at, each) for at, each in enumerate(call.inputs))
         items = _items(call, self.numbers)
         outs: dict[int, Planned] = {}
 
@@ -1005,7 +1016,7 @@ class _Planner:
         if group.entangled:
             self._check_entangled(group)
         # Equal keys must mean equal plans, and 0.0 == -0.0.
-        plan_of = self._module._plan
+        plan_of: Any = self._module._plan
         if any(value == 0 and str(value) == "-0.0" for _, value in items):
             plan_of = plan_of.__wrapped__
         plan, dtypes = plan_of(call.operator, operands, results, self._blocks, items)
@@ -1094,7 +1105,9 @@ def _results(
     for at, ((shape, dtype), new) in enumerate(zip(wanted, call.made, strict=True)):
         if new:
             if dtype != call.outputs[at].dtype:
-                raise DTypeError(f"{operator.name} gives {DTYPE_NAMES[dtype]} for these arguments, not as recorded")
+                raise DTypeError(
+                    f"{operator.name} gives {DTYPE_NAMES[dtype]} for these arguments, not as recorded"
+                )
             make(call.outputs[at], shape)
             results.append(Planned(dtype, shape, _contiguous_strides(shape), True))
             continue
@@ -1115,14 +1128,16 @@ def _results(
 
 def _given(trace: Trace, views: Sequence[Any]) -> dict[int, Layout]:
     """Shape and strides of each root that is there before a call."""
-    layouts = {
-        root.number: (root.shape, root.strides) for root in trace.roots if root.kind == "constant"
-    }
+    layouts = {root.number: (root.shape, root.strides) for root in trace.roots if root.kind == "constant"}
     for number, view in zip(trace.arguments, views, strict=True):
         if number >= 0:
             strides = _contiguous_strides(view.shape) if view.contiguous else view.strides
             layouts[number] = view.shape, strides
     return layouts
+
+
+def _seen_output(call: Any, view: Callable[[Operand], Planned], at: int) -> Planned:
+    return view(call.outputs[at])
 
 
 def _propagate(runtime: Runtime, body: _Body, views: Sequence[Any]) -> list[Layout]:
@@ -1141,15 +1156,17 @@ def _propagate(runtime: Runtime, body: _Body, views: Sequence[Any]) -> list[Layo
 
     for call in trace.calls:
         operands = tuple(_operand(each, numbers, view) for each in call.inputs)
-        outputs = call.outputs
-        _results(module, call, operands, _items(call, numbers), lambda at, o=outputs: view(o[at]), make)
+        seen = partial(_seen_output, call, view)
+        _results(module, call, operands, _items(call, numbers), seen, make)
     return [layouts[root.number] for root in trace.roots]
 
 
 def _key(views: Sequence[Any]) -> Any:
     """What plans depend on."""
     return tuple(
-        (view.shape, view.strides, view.contiguous) if isinstance(view, ArrayView) else (type(view), repr(view))
+        (view.shape, view.strides, view.contiguous)
+        if isinstance(view, ArrayView)
+        else (type(view), repr(view))
         for view in views
     )
 

@@ -113,7 +113,7 @@ class Recorder:
         self._runtime, self._module = runtime, module
         # The Runtime's own checks, on a stand-in whose machine knows recorded arrays.
         self._planner = copy.copy(runtime)
-        self._planner._machine = SimpleNamespace(view=self._view, prepare=runtime._machine.prepare)  # type: ignore[assignment]
+        self._planner._machine = SimpleNamespace(view=self._view, prepare=runtime._machine.prepare)
         self._roots: list[Root] = []
         self._calls: list[tuple[Operator, list[Any], list[Any], tuple[bool, ...], dict[str, Any]]] = []
         self._after: list[tuple[int, ...]] = []
@@ -151,9 +151,7 @@ class Recorder:
 
     def _result(self, shape: Shape, dtype: DType) -> Symbolic:
         number = len(self._roots)
-        root = Root(
-            number, "result", dtype, shape, _contiguous_strides(shape), RESULTS_AT + (number << 36)
-        )
+        root = Root(number, "result", dtype, shape, _contiguous_strides(shape), RESULTS_AT + (number << 36))
         self._roots.append(root)
         return Symbolic(self, root)
 
@@ -167,10 +165,8 @@ class Recorder:
         view: ArrayView = self._runtime._machine.view(array, name)
         return view
 
-    def submit(
-        self, op: Any, inputs: Sequence[Any], out: Any, after: Any, given: dict[str, Any]
-    ) -> RecordedTicket:
-        """Check one call as `Runtime.submit` would, and keep it. Raises what that would raise."""
+    def submit(self, op: Any, inputs: Sequence[Any], out: Any, after: Any, given: dict[str, Any]) -> Any:
+        """Check one call as `Runtime.submit` would, and keep it: a RecordedTicket. Raises what that would."""
         runtime, planner, module = self._runtime, self._planner, self._module
         runtime._check_open()
         operator = runtime._operator(op)
@@ -352,7 +348,9 @@ class Recorder:
             if isinstance(array, Symbolic):
                 outputs.append(Output(array.root.number, array.recipe, array.indices))
             elif isinstance(array, tuple):
-                raise ArgumentError("a recorded function returned a ticket of several outputs: return them one by one")
+                raise ArgumentError(
+                    "a recorded function returned a ticket of several outputs: return them one by one"
+                )
             else:
                 outputs.append(Output(-1, WHOLE, (), array))
         return outputs, single
@@ -399,9 +397,11 @@ def _within(root: Root, holder: ArrayView, view: ArrayView, low: int) -> Ref:
 
 
 class Recording:
-    """`with rt.record() as program:` gives the program when the block ends; until then it is this, unnamed."""
+    """What `with rt.record() as program:` enters. The program can be called when the block has ended."""
 
-    def __init__(self, runtime: Runtime, arrays: Sequence[Any], copies: int, make: Callable[..., Program]) -> None:
+    def __init__(
+        self, runtime: Runtime, arrays: Sequence[Any], copies: int, make: Callable[..., Program]
+    ) -> None:
         self._runtime, self._arrays, self._copies, self._make = runtime, arrays, copies, make
         self._recorder = Recorder(runtime)
         self._program: Program | None = None
@@ -422,9 +422,7 @@ class Recording:
             self._program._begin(self._recorder.finish(None, self._declared))
 
 
-def record_function(
-    runtime: Runtime, function: Callable[..., Any], views: Sequence[Any]
-) -> Trace:
+def record_function(runtime: Runtime, function: Callable[..., Any], views: Sequence[Any]) -> Trace:
     """Call a function once on recorded arguments. `views`: an ArrayView for an array, the number itself else.
 
     Raises whatever the function raises.

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
@@ -345,7 +345,7 @@ class Runtime:
             ClosedError: the Runtime is closed or belongs to another process.
         """
         if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
-            return recorder.submit(op, inputs, out, after, scalars)
+            return cast("Ticket", recorder.submit(op, inputs, out, after, scalars))
         if after is None:
             ticket = self._short(self._operator(op), inputs, out, scalars)
             if ticket is not None:
@@ -365,7 +365,7 @@ class Runtime:
     ) -> Ticket | None:
         """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
         if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
-            return recorder.submit(op, inputs, out, after, scalars)
+            return cast("Ticket", recorder.submit(op, inputs, out, after, scalars))
         for ticket in after if isinstance(after, list | tuple) else (after,):
             if isinstance(ticket, Ticket) and len(ticket) > 1 and not ticket._linked and not ticket.done:
                 return None
@@ -608,8 +608,9 @@ class Runtime:
                 rt.add(t, c, out=d)
             program(a2, b2, c2, d2)
 
-        The program's arguments are the arrays that were used, in the order in which they came, `arrays` first;
-        views of one of them are no arguments of their own. It gives results that no recorded call reads.
+        The program's arguments are the arrays that were used, in the order in which they came, `arrays`
+        first; views of one of them are no arguments of their own. It gives results that no recorded call
+        reads.
         """
         self._check_open()
         return Recording(self, arrays, copies, Program)

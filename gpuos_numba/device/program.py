@@ -120,7 +120,10 @@ def _make_relocate(m: Primitives) -> Body:
     load_u64, store_u64, load_relaxed_gpu = m.load_u64, m.store_u64, m.load_relaxed_gpu
     RECORDS, RECORD_SIZE = u64(SCRATCH_RECORDS), u64(PROGRAM_RECORD.itemsize)
     TASKS, TASK_SIZE = u64(SCRATCH_TASKS), u64(TASK_BYTES)
-    TABLE, GROUPS = u64(SCRATCH_RUN + field(STAGED_RUN, "table")), u64(SCRATCH_RUN + field(STAGED_RUN, "groups"))
+    TABLE, GROUPS = (
+        u64(SCRATCH_RUN + field(STAGED_RUN, "table")),
+        u64(SCRATCH_RUN + field(STAGED_RUN, "groups")),
+    )
     GROUP_SIZE, STEPS = u64(PROGRAM_GROUP.itemsize), u64(field(PROGRAM_GROUP, "steps"))
     OPERANDS = u64(field(PROGRAM_RECORD, "operands"))
     GROUP_MASK, SLOT = u64(GROUP - 1), u64(2 * GROUP - 1)
@@ -179,7 +182,12 @@ def make_begin_run(m: Primitives, await_position: Body) -> Body:
     load_relaxed_gpu, load_acquire_gpu, pause = m.load_relaxed_gpu, m.load_acquire_gpu, m.pause
     stage_records, relocate = _make_stage_records(m), _make_relocate(m)
     RUNS, WAITS, RECORDS_AT = u64(CALL_RUNS), u64(CALL_WAITS), u64(CALL_RECORDS)
-    TABLE_AT, GROUPS_AT, DONE_AT, EPOCH_AT = u64(CALL_TABLE), u64(CALL_GROUPS), u64(CALL_DONE), u64(CALL_EPOCH)
+    TABLE_AT, GROUPS_AT, DONE_AT, EPOCH_AT = (
+        u64(CALL_TABLE),
+        u64(CALL_GROUPS),
+        u64(CALL_DONE),
+        u64(CALL_EPOCH),
+    )
     TILES, AFTER_AT, HALF, LOW_HALF = u64(offset("tiles") - 4), u64(offset("after")), u64(32), u64(0xFFFFFFFF)
     AFTER_0, AFTER_1 = u64(Flag.AFTER_0), u64(Flag.AFTER_1)
     RUN_SIZE = u64(PROGRAM_RUN.itemsize)

@@ -84,11 +84,13 @@ class _Memory:
                 for part in cells.values():
                     waits.update(part.conflicts(write))
         mine = self.cells.setdefault(family, {})
+        keys: list[tuple[int, ...]]
+        own: list[tuple[int, ...]]
         if kind == "fixed":
             keys = list(self._overlapping(ref.low, ref.high))
             own = [(ref.low, ref.high)]
             if own[0] not in mine:
-                insort(self.intervals, own[0])
+                insort(self.intervals, (ref.low, ref.high))
                 self.longest = max(self.longest, ref.high - ref.low)
         else:
             keys = own = list(_cells(ref))
