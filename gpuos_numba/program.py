@@ -433,12 +433,7 @@ class Program:
     @staticmethod
     def _example(trace: Trace, argument: int) -> Any:
         if argument < 0:
-            return next(
-                each.value
-                for call in trace.calls
-                for each in (*call.inputs, *call.parameters.values())
-                if isinstance(each, SymbolicNumber) and each.number == -1 - argument
-            )
+            return trace.numbers[-1 - argument]
         root = trace.roots[argument]
         count = int(np.prod(root.shape, dtype=np.int64))
         walk = _same_walk(root.shape, root.strides, _contiguous_strides(root.shape))

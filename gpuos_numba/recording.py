@@ -73,6 +73,7 @@ class Trace:
         calls: in order.
         waits: for each call the earlier ones that it waits for.
         outputs: what a call of the program gives; `single`: alone, not in a tuple.
+        numbers: what those were when it was recorded.
         looked: a shape was looked at, so that the recording holds for these shapes alone.
     """
 
@@ -82,6 +83,7 @@ class Trace:
     waits: list[list[int]]
     outputs: list[Output]
     single: bool
+    numbers: tuple[float, ...]
     looked: bool
 
 
@@ -276,7 +278,9 @@ class Recorder:
                 for each in arguments
             )
             outputs, single = self._returned(returned)
-        return Trace(self._roots, places, calls, dependencies(steps), outputs, single, self.looked)
+        numbers = tuple(each.value for each in arguments or () if isinstance(each, SymbolicNumber))
+        waits = dependencies(steps)
+        return Trace(self._roots, places, calls, waits, outputs, single, numbers, self.looked)
 
     def _memory(self, views: Sequence[ArrayView], kind: str) -> dict[Any, Ref]:
         """Roots for arrays that were used as they are; overlapping ones are views of the one that holds all."""
