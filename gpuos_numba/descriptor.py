@@ -75,6 +75,8 @@ class Flag(IntFlag):
     """Some operand is not contiguous: `layouts` says how to walk each."""
     MERGE = 16
     """After its last tile the task is called once more with `tile == tiles`, to join partial results."""
+    PROGRAM = 32
+    """A call of a resident program, whose tiles are its runs; see `protocol.PROGRAM_RUN`."""
 
 
 class Status(IntEnum):

@@ -24,7 +24,7 @@ from typing import Final
 
 import numpy as np
 
-from .descriptor import TASK_BYTES
+from .descriptor import MAX_INPUTS, MAX_OUTPUTS, SCALAR_BYTES, TASK_BYTES, TASK_WORDS, offset
 
 LINE: Final = 128
 """Bytes that two writers keep apart so that they do not share a cache line (128 on the GPU's L2)."""
@@ -198,11 +198,60 @@ class ParkReason(IntEnum):
     HELD = 6
 
 
+# --- resident programs: see device/program.py ---
+
+PROGRAM_RUN: Final = np.dtype([("first", "<u8"), ("count", "<u8"), ("tile", "<u8"), ("waits", "<u8")])
+"""Tasks that one block executes in order: `count` records from `first`. Runs of one record, one for each
+tile, share a tiled task; `tile` is what their body is told. waits: `first | count << 32` of the waits."""
+
+PROGRAM_WAIT: Final = np.dtype("<u8")
+"""Lower runs of the same call that must have ended: `first | count << 32`."""
+
+POINTERS: Final = MAX_INPUTS + MAX_OUTPUTS + 1
+"""Words of a task that may be addresses: inputs, outputs, and a fifth input."""
+
+PROGRAM_RECORD: Final = np.dtype([("group", "<u4"), ("flags", "<u4"), ("operands", "<u8", POINTERS)])
+"""A task of a program, which calls do not change. flags: LINK or 0. An operand is 0 where its address word
+stands in the group's template; else the place of its array's base in the table, and two indices whose steps
+the group holds: `root | first << 24 | second << 48`. Place 0 of the table is never used."""
+
+RECORD_ROOT_BITS: Final = 24
+RECORD_FIRST_BITS: Final = 24
+RECORD_SECOND_BITS: Final = 16
+
+PROGRAM_GROUP: Final = np.dtype(
+    [("words", "<u8", TASK_WORDS), ("steps", "<u8", (POINTERS, 2)), ("spare", "<u8", 2)]
+)
+"""What the tasks of a group have in common in one call: the descriptor, with byte offsets or Python numbers
+where addresses go, and bytes from one index of an operand to the next."""
+
+# A call's table: u64 bases by place, then PROGRAM_GROUPs. It says what is new in a call.
+TABLE_SPACE: Final = 4 << 20
+"""Bytes on the bus for the tables of all programs: allocating pinned memory may wait for the executor."""
+
+# A call travels as a task with Flag.PROGRAM and as many tiles as runs. Byte offsets of what it says:
+CALL_RUNS: Final = offset("inputs")  # device address of PROGRAM_RUNs
+CALL_WAITS: Final = offset("inputs") + 8  # of PROGRAM_WAITs
+CALL_RECORDS: Final = offset("inputs") + 16  # of PROGRAM_RECORDs
+CALL_TABLE: Final = offset("inputs") + 24  # of the table, which the pump writes
+CALL_DONE: Final = offset("outputs")  # of a word for each run: the epoch of the last call in which it ended
+CALL_SOURCE: Final = offset("outputs") + 8  # address on the bus of the table
+CALL_EPOCH: Final = offset("count")
+CALL_BYTES: Final = offset("scalars")  # how much of the table the pump must copy, a multiple of 16
+CALL_GROUPS: Final = offset("scalars") + 8  # where in the table the groups begin
+assert SCALAR_BYTES >= 16
+
+STAGED_RUN: Final = np.dtype(
+    [(name, "<u8") for name in ("table", "groups", "records", "end", "done", "epoch", "runs")]
+)
+"""What a worker keeps of the run in hand. end: after its last record; done: address of its done word."""
+
 # Scratch: one block's shared memory, by byte offset. The worker and the pump use the same bytes differently.
 SCRATCH_ENTRY: Final = 0  # worker: the queue entry taken, 0 to leave
 SCRATCH_MERGE: Final = 8  # worker: 1 where this block finished the last tile
-SCRATCH_RECORDS: Final = 16  # records that this block has written
-SCRATCH_BEGAN: Final = 24  # worker: when the task that runs began
+SCRATCH_RUN: Final = 16  # worker: the run of a program that it executes, a STAGED_RUN
+SCRATCH_TRACED: Final = 112  # records of the trace that this block has written
+SCRATCH_BEGAN: Final = 120  # worker: when the task that runs began
 SCRATCH_FLOOR: Final = 32  # pump: two words, items and positions known to be complete
 SCRATCH_CONTROL: Final = 64  # pump: the host's control words as the last flight brought them
 SCRATCH_TASKS: Final = 128  # worker: staged descriptors, two groups used in turn
@@ -210,7 +259,8 @@ SCRATCH_META: Final = SCRATCH_TASKS  # pump: run, tiles and link of each task of
 SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * GROUP * TASK_BYTES  # worker: status of each task of a run, 32-bit
 SCRATCH_TURNS: Final = SCRATCH_STATUS  # pump: a record a turn, three used in turn; see TURN
 SCRATCH_CONTEXT: Final = SCRATCH_STATUS + 4 * MAX_RUN  # a copy: an acquire empties L1, re-reading goes to L2
-SCRATCH_ARENA: Final = 3456  # operators' own scratch begins here
+SCRATCH_RECORDS: Final = 3456  # worker: staged records of a program, two groups used in turn
+SCRATCH_ARENA: Final = 4480  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
@@ -225,7 +275,9 @@ stream, stores the stamp itself. Its producer has given the word away: the next 
 
 assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
 assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT
-assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_ARENA
+assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_RECORDS
+assert SCRATCH_RECORDS + 2 * GROUP * PROGRAM_RECORD.itemsize <= SCRATCH_ARENA
+assert SCRATCH_RUN + STAGED_RUN.itemsize <= SCRATCH_TASKS
 
 
 class TraceKind(IntEnum):

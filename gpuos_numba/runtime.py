@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
@@ -64,7 +64,9 @@ from .inject.operators import FAMILY as INJECTED
 from .inject.publish import Publisher
 from .inject.trial import Trial
 from .machines.base import Machine
+from .program import Program, TableSpace
 from .protocol import FAILURE_SLOTS, ParkReason, WorkerState
+from .recording import Recorder, Recording, record_function
 
 _TASK = struct.Struct("<IIIIQQQQQQqQQ6HI24s")
 assert _TASK.size == TASK_BYTES
@@ -318,6 +320,8 @@ class Runtime:
         self._trace: Trace | None = None
         self._put_aside: Calls | None = None  # while a trace is taken
         self._prepared: set[int] = set()  # kernels that this Runtime has used
+        self._recorders: dict[int, Recorder] = {}  # by thread: who takes its calls instead of the ring
+        self._tables = TableSpace(arrays.tables, self._machine.tables_address)
         self._ordinal = device
         self._torch: Any = None
         self._query = 0
@@ -370,6 +374,8 @@ class Runtime:
             QueueFull: the ring stayed full.
             ClosedError: the Runtime is closed or belongs to another process.
         """
+        if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
+            return cast("Ticket", recorder.submit(op, inputs, out, after, scalars))
         if after is None:
             ticket = self._short(self._operator(op), inputs, out, scalars)
             if ticket is not None:
@@ -388,6 +394,8 @@ class Runtime:
         **scalars: Any,
     ) -> Ticket | None:
         """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
+        if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
+            return cast("Ticket", recorder.submit(op, inputs, out, after, scalars))
         for ticket in after if isinstance(after, list | tuple) else (after,):
             if isinstance(ticket, Ticket) and len(ticket) > 1 and not ticket._linked and not ticket.done:
                 return None
@@ -445,6 +453,8 @@ class Runtime:
         self._check_open()
         if len(batch) == 0:
             raise ArgumentError("an empty batch: give it at least one call")
+        if threading.get_ident() in self._recorders:
+            raise ArgumentError("a batch inside a recording: call the operators themselves")
         if self._settle:
             self._streams.settle(list(batch._sources.values()), list(batch._streams), timeout_s)
         out = batch.outputs
@@ -688,6 +698,55 @@ class Runtime:
                 "this Runtime belongs to the parent process: make a new one in the child, and start children "
                 'with the "spawn" method if they use CUDA'
             )
+
+    # --- programs ---
+
+    def program(
+        self, function: Callable[..., Any], example_arguments: Sequence[Any], *, copies: int = 1
+    ) -> Program:
+        """Record a function of arrays and numbers that calls operators of this Runtime.
+
+            step = rt.program(lambda x, w: rt.relu(rt.mul(x, w).result()), (x, w))
+            y = step(x2, w2).result()
+
+        The function is called once, with `Symbolic` arrays of the examples' shapes and dtypes; nothing runs.
+        Other arrays that it uses are captured: every call of the program uses the same ones.
+
+        Args:
+            function: its arguments are as the examples; it returns recorded tickets, their results, or None.
+            example_arguments: arrays and Python numbers.
+            copies: calls that may run at the same time; each copy has memory for intermediate results.
+
+        Raises:
+            What submitting the calls would raise; ArgumentError where nothing was recorded.
+        """
+        self._check_open()
+        views = [
+            each.item()
+            if isinstance(each, np.generic)
+            else each
+            if isinstance(each, bool | int | float)
+            else self._machine.view(each, f"example_arguments[{place}]")
+            for place, each in enumerate(example_arguments)
+        ]
+        program = Program(self, copies, function)
+        program._begin(record_function(self, function, views))
+        return program
+
+    def record(self, *arrays: Any, copies: int = 1) -> Recording:
+        """Record the calls that this thread makes in a `with` block; nothing runs.
+
+            with rt.record() as program:
+                t = rt.mul(a, b).result()
+                rt.add(t, c, out=d)
+            program(a2, b2, c2, d2)
+
+        The program's arguments are the arrays that were used, in the order in which they came, `arrays`
+        first; views of one of them are no arguments of their own. It gives results that no recorded call
+        reads.
+        """
+        self._check_open()
+        return Recording(self, arrays, copies, Program)
 
     # --- injection ---
 
@@ -1427,7 +1486,7 @@ def _sugar(operator: Operator) -> Any:
     op_id, limit = operator.kernels[0].op_id if operator.kernels else 0, operator.inputs[1]
 
     def call(self: Runtime, *inputs: Any, out: Any = None, after: Any = None, **scalars: Any) -> Ticket:
-        if self._overridden:
+        if self._overridden or self._recorders:
             return self.submit(operator.name, inputs, out, after=after, **scalars)
         if after is None and (self._calls is not None or not self._tensors):
             ticket = self._short(operator, inputs, out, scalars)

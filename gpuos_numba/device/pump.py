@@ -33,12 +33,14 @@ from ..protocol import (
     TraceKind,
     field,
 )
+from .program import make_copy_table
 from .ring import make_leave, make_log2, make_queue_entry, make_share_context
 from .trace import TRACE_NUMBER, TRACE_TILE, make_open, make_record
 
-# A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | linked << 63.
-# `run` and `tiles` are the descriptor's second word as it stands.
+# A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | program << 62 |
+# linked << 63. `run` and `tiles` are the descriptor's second word as it stands.
 META_LINKED = 63
+META_PROGRAM = 62
 META_TILES = 32
 
 QUIET_WINDOW = 4
@@ -251,6 +253,7 @@ def _make_fly(m: Primitives) -> Body:
     ZERO, ONE, SEVEN = u64(0), u64(1), u64(7)
     EIGHT, SIXTEEN = u64(8), u64(16)
     HALF, LOW_HALF, LINK = u64(32), u64(0xFFFFFFFF), u64(Flag.LINK)
+    PROGRAM, TO_PROGRAM = u64(Flag.PROGRAM), u64(META_PROGRAM)
     TASK_SIZE, CHUNKS = u64(TASK_BYTES), u64(TASK_BYTES // 16)
     TO_LINKED, TILES_AND_RUN = u64(META_LINKED), u64(0xFFFFFFFFFFFF)
     GAP, SPECIAL, META = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(SCRATCH_META)
@@ -261,8 +264,11 @@ def _make_fly(m: Primitives) -> Body:
         """Store 16 bytes of the window; a descriptor's first chunk also says how it is handed out."""
         store_pair(ring, low, high)
         if chunk & SEVEN == ZERO:
-            linked = (low >> HALF) & LINK
-            store_u64(scratch + META + chunk, (high & TILES_AND_RUN) | (linked << TO_LINKED))
+            flags = low >> HALF
+            linked = (flags & LINK) << TO_LINKED
+            if flags & PROGRAM != ZERO:
+                linked |= ONE << TO_PROGRAM
+            store_u64(scratch + META + chunk, (high & TILES_AND_RUN) | linked)
             if linked != ZERO or (high & LOW_HALF) > ONE or (high >> HALF) > ONE:
                 shared_max_u32(record + SPECIAL, ONE)
 
@@ -380,13 +386,15 @@ def _make_hand_out(m: Primitives) -> Body:
     thread_index, block_width = m.thread_index, m.block_width
     load_acquire_gpu, store_relaxed_gpu = m.load_acquire_gpu, m.store_relaxed_gpu
     load_u64, store_u64, pause = m.load_u64, m.store_u64, m.pause
-    queue_entry = make_queue_entry(m)
+    fence_acq_rel_gpu = m.fence_acq_rel_gpu
+    queue_entry, copy_table = make_queue_entry(m), make_copy_table(m)
 
     QUEUE, ITEM_ENDS = u64(field(CONTEXT, "queue")), u64(field(CONTEXT, "item_ends"))
     DEVICE_DONE, MASK = u64(field(CONTEXT, "device_done")), u64(field(CONTEXT, "mask"))
     ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
     LOW_HALF, TILES_MASK = u64(0xFFFFFFFF), u64(0xFFFF)
     TO_LINKED, TO_TILES, TOP_BIT = u64(META_LINKED), u64(META_TILES), u64(1 << 63)
+    PROGRAM = u64(1 << META_PROGRAM)
     STATUS_SHIFT = u64(STATUS_BITS)
     META, FLOOR = u64(SCRATCH_META), u64(SCRATCH_FLOOR)
 
@@ -477,6 +485,9 @@ def _make_hand_out(m: Primitives) -> Body:
                         floor, retired = make_room(
                             context, scratch, mask, position, items, tiles, floor, retired
                         )
+                    if meta & PROGRAM != ZERO:
+                        copy_table(context, mask, position)
+                        fence_acq_rel_gpu()  # as the pump's: the table is visible before the call's items
                     tile = thread
                     while tile < tiles:
                         item = items + tile

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..machines.base import Body, Primitives
-from ..protocol import CONTEXT, LINE, SCRATCH_BEGAN, SCRATCH_RECORDS, TRACE, field
+from ..protocol import CONTEXT, LINE, SCRATCH_BEGAN, SCRATCH_TRACED, TRACE, field
 
 # A record's last word: kind (8 bits) | tasks (8) | tile (16) | op_id, or another number (32).
 TRACE_TASKS = 8
@@ -25,7 +25,7 @@ def make_open(m: Primitives) -> Body:
     """
     u64, load_u64, store_u64 = m.u64, m.load_u64, m.store_u64
     BUFFERS, MASK = u64(field(CONTEXT, "trace")), u64(field(CONTEXT, "trace_mask"))
-    ZERO, ONE, HEADER, SIZE, RECORDS = u64(0), u64(1), u64(LINE), u64(TRACE.itemsize), u64(SCRATCH_RECORDS)
+    ZERO, ONE, HEADER, SIZE, RECORDS = u64(0), u64(1), u64(LINE), u64(TRACE.itemsize), u64(SCRATCH_TRACED)
 
     def open_trace(context: Any, block: Any, scratch: Any) -> None:
         trace = load_u64(context + BUFFERS)
@@ -44,7 +44,7 @@ def make_record(m: Primitives) -> Body:
     """
     u64, load_u64, store_u64, store_pair = m.u64, m.load_u64, m.store_u64, m.store_pair
     BUFFER, MASK = u64(field(CONTEXT, "trace")), u64(field(CONTEXT, "trace_mask"))
-    ONE, SIXTEEN, HEADER, RECORDS = u64(1), u64(16), u64(LINE), u64(SCRATCH_RECORDS)
+    ONE, SIXTEEN, HEADER, RECORDS = u64(1), u64(16), u64(LINE), u64(SCRATCH_TRACED)
     SIZE = u64(TRACE.itemsize)
 
     def record(context: Any, scratch: Any, begin: Any, end: Any, position: Any, what: Any) -> None:

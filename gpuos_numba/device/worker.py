@@ -27,6 +27,7 @@ from ..protocol import (
     WorkerState,
     field,
 )
+from .program import make_begin_run, make_end_run, make_next_group
 from .ring import make_leave, make_log2, make_queue_entry, make_share_context
 from .trace import make_begin_task, make_end_tasks, make_open
 
@@ -50,6 +51,7 @@ def make_worker(m: Primitives) -> Body:
     leave, log2, share_context = make_leave(m), make_log2(m), make_share_context(m)
     open_trace, begin_task, end_tasks = make_open(m), make_begin_task(m), make_end_tasks(m)
     TRACE = u64(field(CONTEXT, "trace"))
+    begin_run, next_group, end_run = make_begin_run(m, await_position), make_next_group(m), make_end_run(m)
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
     WORKER_STATES = u64(field(CONTEXT, "worker_states"))
@@ -62,7 +64,7 @@ def make_worker(m: Primitives) -> Body:
     ENTRY, TASKS, STATUSES = u64(SCRATCH_ENTRY), u64(SCRATCH_TASKS), u64(SCRATCH_STATUS)
     ARENA, RUN_MASK, RUN_LIMIT = u64(SCRATCH_ARENA), u64(MAX_RUN - 1), u64(MAX_RUN)
     GROUP_LENGTH, GROUP_MASK, SLOT = u64(GROUP), u64(GROUP - 1), u64(2 * GROUP - 1)
-    LINK, MERGE = u64(Flag.LINK), u64(Flag.MERGE)
+    LINK, MERGE, PROGRAM = u64(Flag.LINK), u64(Flag.MERGE), u64(Flag.PROGRAM)
     AFTER_0, AFTER_1 = u64(Flag.AFTER_0), u64(Flag.AFTER_1)
     AFTER_ANY = u64(Flag.AFTER_0 | Flag.AFTER_1)
     AFTER_AT = u64(offset("after"))
@@ -107,7 +109,13 @@ def make_worker(m: Primitives) -> Body:
             stage(context, scratch, mask, position, ONE)
             copy_wait()
             barrier()
-            if (load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF) & LINK != ZERO:
+            flags = load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF
+            program = flags & PROGRAM
+            if program != ZERO:
+                # One run of a program. `position` counts its records until the run has ended.
+                call = scratch + TASKS + (position & SLOT) * TASK_SIZE
+                position, tile = begin_run(context, scratch, mask, call, tile)
+            elif flags & LINK != ZERO:
                 # A run: the rest of its first group and the whole next one fly now. What lies behind the
                 # run's end is copied as well and never looked at.
                 stage(
@@ -142,7 +150,7 @@ def make_worker(m: Primitives) -> Body:
                         store_relaxed_gpu(mine + EIGHT, position)
                         store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
                         if load_task_u64(context + TRACE) != ZERO:
-                            if position == first or flags & AFTER_ANY != ZERO:
+                            if position == first or program != ZERO or flags & AFTER_ANY != ZERO:
                                 begin_task(scratch)
                     begun = position
                     if tiles > mask + ONE:
@@ -155,9 +163,15 @@ def make_worker(m: Primitives) -> Body:
                     else:
                         status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
                     if thread == ZERO and load_task_u64(context + TRACE) != ZERO:
-                        end_tasks(context, scratch, begun, position, op_id, tile)
+                        if program != ZERO:  # all of its tasks have the position of the call
+                            end_tasks(context, scratch, first, first, op_id, tile)
+                        else:
+                            end_tasks(context, scratch, begun, position, op_id, tile)
                     if status != ZERO:
-                        shared_max_u32(scratch + STATUSES + ((position - first) & RUN_MASK) * FOUR, status)
+                        number = (position - first) & RUN_MASK
+                        if program != ZERO:
+                            number = ZERO  # a call has one status
+                        shared_max_u32(scratch + STATUSES + number * FOUR, status)
                     if flags & LINK == ZERO:
                         break
                     position += ONE
@@ -165,10 +179,18 @@ def make_worker(m: Primitives) -> Body:
                         # The group that begins here flew while the last one ran; the one after it flies now.
                         copy_wait()
                         barrier()
-                        stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
+                        if program != ZERO:
+                            next_group(scratch, position)
+                            barrier()
+                        else:
+                            stage(context, scratch, mask, position + GROUP_LENGTH, GROUP_LENGTH)
                     else:
                         barrier()
                 barrier()  # outputs and statuses are the whole block's
+                if program != ZERO:
+                    tiles = end_run(scratch)
+                    flags = tile = ZERO
+                    position = first
                 if tiles <= ONE or tiles > mask + ONE:
                     publish(context, scratch, mask, first, position)
                     break

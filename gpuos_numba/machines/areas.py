@@ -23,6 +23,7 @@ from ..protocol import (
     HOST_WORDS,
     LAYOUT_SLOTS,
     LINE,
+    TABLE_SPACE,
     WORKER_STATE_BYTES,
 )
 
@@ -40,6 +41,7 @@ def bus_sizes(capacity: int) -> Sizes:
         "host_control": HOST_CONTROL.itemsize,
         "host_state": HOST_STATE.itemsize,
         "host_layouts": LAYOUT_SLOTS * LAYOUT_BYTES,
+        "tables": TABLE_SPACE,
     }
 
 
@@ -116,6 +118,7 @@ class HostArrays:
         self.control = on_bus("host_control", HOST_CONTROL)
         self.state = on_bus("host_state", HOST_STATE)
         self.layouts = on_bus("host_layouts", np.uint8)
+        self.tables = on_bus("tables", np.uint64)
         self.words = on_host("words", HOST_WORDS)
         self.failures = on_host("failures", FAILURE)
         self.context = on_host("host_context", HOST_CONTEXT)

@@ -167,6 +167,8 @@ class Machine(Protocol):
     idle_floor_s: float
     """Parking sooner than this costs more than it saves."""
     arrays: HostArrays
+    tables_address: int
+    """Of `arrays.tables`, as the device sees it."""
 
     def prepare(self, op_id: int) -> None:
         """Make a kernel runnable. Before the first task of it is submitted."""
@@ -217,6 +219,9 @@ class Machine(Protocol):
 
     def download(self, array: Any) -> np.ndarray[Any, Any]:
         """The bytes of what `upload` gave."""
+
+    def allocate(self, size: int) -> Any:
+        """The same without contents, on a line of its own."""
 
     def view(self, array: Any, name: str) -> Any:
         """`host.arrays.ArrayView` of an operand, or the error that says why it cannot be one."""

@@ -163,6 +163,7 @@ class CpuMachine:
         self._put("device_state", areas.device_state(start))
         self._put("context", areas.device_context(addresses, capacity))
         self._context = addresses["context"]
+        self.tables_address = addresses["tables"]
         self._scratch = [areas.aligned_bytes(SCRATCH_BYTES) for _ in range(self.max_workers + 1)]
         self._changed = threading.Condition()
         self._launches: deque[int] = deque()  # workers of the launches that have not ended; [0] runs
@@ -266,6 +267,9 @@ class CpuMachine:
 
     def download(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return array.copy()
+
+    def allocate(self, size: int) -> np.ndarray[Any, Any]:
+        return areas.aligned_bytes(size)
 
     def view(self, array: Any, name: str) -> ArrayView:
         return view_cpu(array, name)

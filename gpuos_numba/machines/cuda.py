@@ -88,7 +88,7 @@ class _Loaded(NamedTuple):
 
 
 class DeviceBytes:
-    """Device memory of a program: what `__cuda_array_interface__` says, and nothing else."""
+    """Device memory: what `__cuda_array_interface__` says, and nothing else."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.shape = (size,)
@@ -178,6 +178,7 @@ class CudaMachine:
         self._memory = int(_check(driver.cuMemAlloc(device_size)))
         addresses = {name: self._memory + at for name, at in self._offsets.items()}
         addresses |= {name: bus_base + at for name, at in bus_offsets.items()}
+        self.tables_address = addresses["tables"]
         _check(driver.cuMemsetD8Async(self._memory, 0, device_size, self._stream))
         first = {
             "device_done": areas.first_words(capacity, start, stamp=False),
@@ -287,13 +288,20 @@ class CudaMachine:
         return values
 
     def upload(self, data: bytes) -> DeviceBytes:
+        return self._device_bytes(len(data), data)
+
+    def allocate(self, size: int) -> DeviceBytes:
+        return self._device_bytes(size, None)
+
+    def _device_bytes(self, size: int, data: bytes | None) -> DeviceBytes:
         driver = self._driver
         with self._current():
             # From a pool: cuMemFree would wait until the executor has left.
-            pointer = int(_check(driver.cuMemAllocAsync(len(data), self._copies)))
-            _check(driver.cuMemcpyHtoDAsync(pointer, data, len(data), self._copies))
+            pointer = int(_check(driver.cuMemAllocAsync(size, self._copies)))
+            if data is not None:
+                _check(driver.cuMemcpyHtoDAsync(pointer, data, size, self._copies))
             _check(driver.cuStreamSynchronize(self._copies))
-        array = DeviceBytes(pointer, len(data))
+        array = DeviceBytes(pointer, size)
         finalizer = weakref.finalize(array, _free_device, driver, self._context_handle, pointer)
         finalizer.atexit = False
         return array
