@@ -1,0 +1,877 @@
+"""The order of tasks: what a task reads and writes arrives, the positions that it must wait for leave.
+
+Memory is told apart by *segments*: disjoint byte ranges, each with the task that wrote it last and the tasks that
+have read it since. A task that reads waits for the writers of what it overlaps; one that writes waits for the
+readers too. Two ways lead to a segment: a table by first byte, which finds the same buffers again at once, and
+an ordered list in chunks, for everything that overlaps in part. What a task covers becomes one segment, so
+reading and writing keep the list short; segments whose tasks have all retired go when room is needed.
+
+Positions are those of the ring. Each belongs to a *chain*: a task continues the chain of the last task it waits
+for, if nobody did yet. Of two tasks in one chain the later one waits for the earlier, so of each chain only
+the latest has to be waited for.
+
+One thread at a time, under the lock in `ORDER`, which is held for the filling of at most a chunk of slots and
+never over a call of the driver: claims made under it are in the order of what was tracked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+from ..descriptor import MASK_64
+from ..machines.base import Body, HostPrimitives
+from ..protocol import field
+
+MOST_RANGES: Final = 7
+ACCESS: Final = np.dtype(
+    [
+        ("writes", "<u8"),  # how many of the ranges are written; they come first
+        ("count", "<u8"),  # ranges in all, none of them empty
+        ("ranges", "<u8", (MOST_RANGES, 2)),  # first byte, and the byte after the last
+    ]
+)
+"""What a task touches, beside its descriptor: 128 bytes. A range that is written may be read as well."""
+
+SEGMENT: Final = np.dtype(
+    [(name, "<u8") for name in ("begin", "end", "writer", "readers", "r0", "r1", "r2", "r3")]
+)
+"""One range of memory. readers: how many of r0 ... have read it since `writer` wrote it, or FOLDED: every position
+from r0 to r1 may have. A free segment has no bytes, and `writer` is the address of the next free one."""
+
+FOLDED: Final = 5
+MOST_READERS: Final = 4
+
+NODE: Final = np.dtype([(name, "<u8") for name in ("position", "chain", "run", "continued")])
+"""What is known of the task in a slot of the ring. run: its place in a run, 0 where it is tiled; continued: 1
+where a later task took its chain. Of no meaning where `position` is another lap's."""
+
+DEPS: Final = 8
+SCRATCH_WORDS: Final = 32
+ORDER: Final = np.dtype(
+    [
+        (name, "<u8")
+        for name in (
+            "lock",  # 1 while somebody tracks
+            "nodes",  # NODE of each slot
+            "mask",  # slots - 1
+            "chains",  # chains begun so far
+            "floor",  # the task at this position came after all whose segments were forgotten
+            "segments",  # SEGMENT[limit]
+            "limit",
+            "free",  # address of the first free one, 0 for none
+            "unused",  # how many are free
+            "cache",  # segment addresses by hash of the first byte; may be stale
+            "cache_shift",
+            "tops",  # TOP of each chunk, in order
+            "top_count",
+            "chunks",  # spare chunks, a stack of addresses
+            "spare",  # how many
+            "gather",  # room for `limit` addresses
+            "count",  # of deps
+            "folded",  # 1 where the positions from low to high are waited for as well
+            "low",
+            "high",
+        )
+    ]
+    + [("deps", "<u8", DEPS), ("sum", SEGMENT), ("task", "<u8", 16), ("access", ACCESS)]
+)
+"""All of the tracker. deps: positions that the task at hand waits for; sum, task, access: room to work in."""
+
+CHUNK_ENTRIES: Final = 32
+ENTRY: Final = np.dtype([("begin", "<u8"), ("segment", "<u8")])
+TOP: Final = np.dtype([(name, "<u8") for name in ("begin", "chunk", "count", "unused")])
+PER_TASK: Final = 3 * MOST_RANGES + 3
+"""Segments that one task may need: itself, and what is left on both sides, for each range."""
+NONE: Final = MASK_64
+"""For `record`: there is no join."""
+
+
+def access_record(reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]) -> np.void:
+    """An ACCESS of byte ranges [first, end). Empty ones are left out, and reads of what is written too.
+
+    Raises:
+        ValueError: more than seven ranges.
+    """
+    written = list(dict.fromkeys(each for each in writes if each[0] < each[1]))
+    read = [each for each in dict.fromkeys(reads) if each[0] < each[1] and each not in written]
+    ranges = [*written, *read]
+    if len(ranges) > MOST_RANGES:
+        raise ValueError(f"{len(ranges)} ranges: a task touches at most {MOST_RANGES}")
+    record = np.zeros((), ACCESS)
+    record["writes"], record["count"] = len(written), len(ranges)
+    if ranges:
+        record["ranges"][: len(ranges)] = ranges
+    return record[()]  # type: ignore[no-any-return]
+
+
+class Tracker:
+    """Memory of a tracker.
+
+    Args:
+        slots: positions that may be unfinished at a time, a power of two.
+        segments: ranges told apart at a time; None takes four a slot. With more, all are forgotten and the next
+            task waits for all before it.
+
+    Attributes:
+        address: of the ORDER record, for compiled functions.
+    """
+
+    def __init__(self, slots: int, segments: int | None = None) -> None:
+        limit = max(4 * slots if segments is None else segments, 4 * PER_TASK)
+        bits = max(8, (4 * limit - 1).bit_length())
+        chunks = limit // 8 + 16
+        parts = {
+            "nodes": np.zeros(slots, NODE),
+            "segments": np.zeros(limit, SEGMENT),
+            "cache": np.zeros(1 << bits, np.uint64),
+            "tops": np.zeros(chunks + 2, TOP),
+            "chunks": np.zeros(chunks, np.uint64),
+            "gather": np.zeros(limit, np.uint64),
+        }
+        entries = np.zeros((chunks, CHUNK_ENTRIES), ENTRY)
+        parts["chunks"][:] = entries.ctypes.data + np.arange(chunks, dtype=np.uint64) * entries.strides[0]
+        self._parts = (*parts.values(), entries)
+        raw = np.zeros(ORDER.itemsize + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        self.state = raw[start : start + ORDER.itemsize].view(ORDER)
+        state = self.state[0]
+        for name, part in parts.items():
+            state[name] = part.ctypes.data
+        state["mask"], state["limit"], state["cache_shift"], state["spare"] = (
+            slots - 1,
+            limit,
+            64 - bits,
+            chunks,
+        )
+        state["floor"] = NONE
+        # No slot holds a position that would be taken for its own.
+        parts["nodes"]["position"] = (np.arange(slots, dtype=np.uint64) + np.uint64(1)) & np.uint64(slots - 1)
+        if slots == 1:
+            parts["nodes"]["position"] = MASK_64
+        at, size = parts["segments"].ctypes.data, SEGMENT.itemsize
+        parts["segments"]["writer"] = [at + size * (number + 1) for number in range(limit - 1)] + [0]
+        state["free"], state["unused"] = at, limit
+        self.address = int(self.state.ctypes.data)
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """The ranges told apart now, in order."""
+        segments: np.ndarray[Any, Any] = self._parts[1]
+        return sorted(
+            (int(each["begin"]), int(each["end"])) for each in segments if each["begin"] < each["end"]
+        )
+
+    def dependencies(self, accesses: np.ndarray[Any, Any]) -> list[list[int]]:
+        """Which earlier tasks of a sequence each task must wait for, those implied by others left out.
+
+        Args:
+            accesses: ACCESS of each task; at most as many as the tracker has slots, and no other call before.
+
+        Returns:
+            For each task the numbers of others, ascending. Waiting for all of them is enough for the sequence to
+            give what one task after another would.
+        """
+        count = len(accesses)
+        if count > int(self.state["mask"][0]) + 1:
+            raise ValueError(f"{count} tasks: the tracker has {int(self.state['mask'][0]) + 1} slots")
+        accesses = np.ascontiguousarray(accesses)
+        found = np.zeros((count, DEPS + 4), np.uint64)
+        compiled().trace(self.address, accesses.ctypes.data, count, found.ctypes.data, found.strides[0])
+        result = []
+        for row in found.tolist():
+            names = set(row[4 : 4 + row[0]])
+            if row[1]:
+                names.update(range(row[2], row[3] + 1))
+            result.append(sorted(names))
+        return result
+
+
+@cache
+def make_tracker(m: HostPrimitives) -> SimpleNamespace:
+    """The bodies that `submit` is made of: begin, add, add_range, collect, record, place, ensure_room, forget."""
+    u64 = m.u64
+    load, store = m.load_u64, m.store_u64
+    device = m.device
+
+    def at(name: str) -> Any:
+        return u64(field(ORDER, name))
+
+    ZERO, ONE, TWO, EIGHT, SIXTEEN, THIRTY_TWO = u64(0), u64(1), u64(2), u64(8), u64(16), u64(32)
+    TOP_BIT, GOLDEN, NO_JOIN = u64(1 << 63), u64(0x9E3779B97F4A7C15), u64(NONE)
+    NODES, MASK, CHAINS, FLOOR = at("nodes"), at("mask"), at("chains"), at("floor")
+    SEGMENTS, LIMIT, FREE, UNUSED = at("segments"), at("limit"), at("free"), at("unused")
+    CACHE, SHIFT, TOPS, TOP_COUNT = at("cache"), at("cache_shift"), at("tops"), at("top_count")
+    CHUNKS, SPARE, GATHER = at("chunks"), at("spare"), at("gather")
+    COUNT, FOLD, LOW, HIGH, DEPS_AT, SUM = (
+        at("count"),
+        at("folded"),
+        at("low"),
+        at("high"),
+        at("deps"),
+        at("sum"),
+    )
+    END, WRITER, READERS, R0, R1 = (
+        u64(field(SEGMENT, name)) for name in ("end", "writer", "readers", "r0", "r1")
+    )
+    assert field(SEGMENT, "begin") == 0 and field(NODE, "position") == 0 and NODE.itemsize == 32
+    CHAIN, RUN, CONTINUED = (u64(field(NODE, name)) for name in ("chain", "run", "continued"))
+    SEGMENT_SIZE, MOST_DEPS, MOST, ALL = u64(SEGMENT.itemsize), u64(DEPS), u64(MOST_READERS), u64(FOLDED)
+    ENTRIES, HALF_ENTRIES, PACKED = u64(CHUNK_ENTRIES), u64(CHUNK_ENTRIES // 2), u64(CHUNK_ENTRIES * 3 // 4)
+    RANGES, ROOM, FEW_CHUNKS = u64(field(ACCESS, "ranges")), u64(PER_TASK), u64(8)
+    ACCESS_COUNT, ACCESS_SIZE = u64(field(ACCESS, "count")), u64(ACCESS.itemsize)
+    assert ENTRY.itemsize == 16 and TOP.itemsize == 32 and SEGMENT.itemsize == 64
+
+    # --- chains ---
+
+    def node(order: Any, position: Any) -> Any:
+        """Address of what is known of the task at a position."""
+        return load(order + NODES) + (position & load(order + MASK)) * THIRTY_TWO
+
+    node = device(node)
+
+    def chain_of(order: Any, position: Any) -> Any:
+        """Its chain, or 0 where nothing is known."""
+        found = node(order, position)
+        if load(found) != position:
+            return ZERO
+        return load(found + CHAIN)
+
+    chain_of = device(chain_of)
+
+    def follows(order: Any, one: Any, other: Any) -> Any:
+        """1 where two positions are the same or in one chain: the later waits for the earlier."""
+        if one == other:
+            return ONE
+        chain = chain_of(order, one)
+        if chain != ZERO and chain == chain_of(order, other):
+            return ONE
+        return ZERO
+
+    follows = device(follows)
+
+    # --- what the task at hand waits for ---
+
+    def begin(order: Any, retired: Any) -> None:
+        """A new task: it waits for nothing yet but the last time that all was forgotten."""
+        store(order + COUNT, ZERO)
+        store(order + FOLD, ZERO)
+        floor = load(order + FLOOR)
+        if floor - retired < TOP_BIT and floor != NO_JOIN:
+            store(order + DEPS_AT, floor)
+            store(order + COUNT, ONE)
+
+    begin = device(begin)
+
+    def add_range(order: Any, low: Any, high: Any, retired: Any) -> None:
+        """Wait for the positions from low to high."""
+        if high - retired >= TOP_BIT:
+            return
+        if low - retired >= TOP_BIT:
+            low = retired
+        if load(order + FOLD) != ZERO:
+            if load(order + LOW) - low >= TOP_BIT:
+                low = load(order + LOW)
+            if load(order + HIGH) - high < TOP_BIT:
+                high = load(order + HIGH)
+        store(order + FOLD, ONE)
+        store(order + LOW, low)
+        store(order + HIGH, high)
+
+    add_range = device(add_range)
+
+    def add(order: Any, position: Any, retired: Any) -> None:
+        """Wait for a position, unless it has retired or another wait implies it."""
+        if position - retired >= TOP_BIT:
+            return
+        count = load(order + COUNT)
+        index = ZERO
+        while index < count:
+            place = order + DEPS_AT + index * EIGHT
+            other = load(place)
+            if follows(order, other, position) != ZERO:
+                if position - other < TOP_BIT:
+                    store(place, position)
+                return
+            index += ONE
+        if count == MOST_DEPS:
+            add_range(order, position, position, retired)
+        else:
+            store(order + DEPS_AT + count * EIGHT, position)
+            store(order + COUNT, count + ONE)
+
+    add = device(add)
+
+    def add_readers(order: Any, segment: Any, retired: Any) -> Any:
+        """Wait for the readers of a segment; 1 where it has any, which have waited for its writer."""
+        readers = load(segment + READERS)
+        if readers == ALL:
+            add_range(order, load(segment + R0), load(segment + R1), retired)
+        else:
+            index = ZERO
+            while index < readers:
+                add(order, load(segment + R0 + index * EIGHT), retired)
+                index += ONE
+        return readers
+
+    add_readers = device(add_readers)
+
+    def read_by(order: Any, segment: Any, position: Any, retired: Any) -> None:
+        """One more reader of a segment."""
+        readers = load(segment + READERS)
+        if readers == ALL and load(segment + R1) - retired >= TOP_BIT:
+            readers = ZERO  # all of them have retired
+        if readers == ALL:
+            if load(segment + R0) - position < TOP_BIT:
+                store(segment + R0, position)
+            if position - load(segment + R1) < TOP_BIT:
+                store(segment + R1, position)
+            return
+        # Readers that have retired, and those that this one waits for, need not be remembered.
+        kept = ZERO
+        index = ZERO
+        low = position
+        high = position
+        while index < readers:
+            other = load(segment + R0 + index * EIGHT)
+            if other - retired < TOP_BIT:
+                if follows(order, other, position) != ZERO:
+                    if other - position < TOP_BIT:
+                        position = other
+                else:
+                    store(segment + R0 + kept * EIGHT, other)
+                    kept += ONE
+                    if low - other < TOP_BIT:
+                        low = other
+                    if other - high < TOP_BIT:
+                        high = other
+            index += ONE
+        if kept == MOST:
+            store(segment + READERS, ALL)
+            store(segment + R0, low)
+            store(segment + R1, high)
+        else:
+            store(segment + R0 + kept * EIGHT, position)
+            store(segment + READERS, kept + ONE)
+
+    read_by = device(read_by)
+
+    # --- segments by their first byte ---
+
+    def cache_place(order: Any, first: Any) -> Any:
+        return load(order + CACHE) + ((first * GOLDEN) >> load(order + SHIFT)) * EIGHT
+
+    cache_place = device(cache_place)
+
+    def find(order: Any, first: Any, end: Any) -> Any:
+        """The segment of exactly these bytes, or 0. Any address in the table was a segment's and still is one."""
+        segment = load(cache_place(order, first))
+        if segment != ZERO:
+            if load(segment) != first or load(segment + END) != end:
+                segment = ZERO
+        return segment
+
+    find = device(find)
+
+    # --- segments in order ---
+
+    def locate(order: Any, first: Any) -> Any:
+        """(chunk number, entry) of the first segment that ends after a byte; (chunks, 0) where none does."""
+        tops = load(order + TOPS)
+        low = ZERO
+        high = load(order + TOP_COUNT)
+        if high == ZERO:
+            return ZERO, ZERO
+        while low + ONE < high:
+            middle = (low + high) >> ONE
+            if load(tops + middle * THIRTY_TWO) <= first:
+                low = middle
+            else:
+                high = middle
+        top = tops + low * THIRTY_TWO
+        chunk = load(top + EIGHT)
+        count = load(top + SIXTEEN)
+        entry = ZERO
+        high = count
+        while entry + ONE < high:
+            middle = (entry + high) >> ONE
+            if load(chunk + middle * SIXTEEN) <= first:
+                entry = middle
+            else:
+                high = middle
+        if load(load(chunk + entry * SIXTEEN + EIGHT) + END) <= first:
+            entry += ONE
+            if entry == count:
+                low += ONE
+                entry = ZERO
+        return low, entry
+
+    locate = device(locate)
+
+    def move_up(start: Any, stop: Any, size: Any) -> None:
+        """Move the words of [start, stop) up by `size` bytes."""
+        while stop != start:
+            stop -= EIGHT
+            store(stop + size, load(stop))
+
+    move_up = device(move_up)
+
+    def move_down(start: Any, stop: Any, size: Any) -> None:
+        """Move the words of [start, stop) down by `size` bytes."""
+        while start != stop:
+            store(start - size, load(start))
+            start += EIGHT
+
+    move_down = device(move_down)
+
+    def insert(order: Any, segment: Any) -> None:
+        """Put a segment that overlaps no other into list and table."""
+        first = load(segment)
+        tops = load(order + TOPS)
+        count = load(order + TOP_COUNT)
+        store(cache_place(order, first), segment)
+        if count == ZERO:
+            spare = load(order + SPARE) - ONE
+            store(order + SPARE, spare)
+            chunk = load(load(order + CHUNKS) + spare * EIGHT)
+            store(tops, first)
+            store(tops + EIGHT, chunk)
+            store(tops + SIXTEEN, ONE)
+            store(chunk, first)
+            store(chunk + EIGHT, segment)
+            store(order + TOP_COUNT, ONE)
+            return
+        low = ZERO
+        high = count
+        while low + ONE < high:
+            middle = (low + high) >> ONE
+            if load(tops + middle * THIRTY_TWO) <= first:
+                low = middle
+            else:
+                high = middle
+        top = tops + low * THIRTY_TWO
+        chunk = load(top + EIGHT)
+        length = load(top + SIXTEEN)
+        if length == ENTRIES:  # the upper half becomes a chunk of its own
+            spare = load(order + SPARE) - ONE
+            store(order + SPARE, spare)
+            upper = load(load(order + CHUNKS) + spare * EIGHT)
+            move_down(
+                chunk + HALF_ENTRIES * SIXTEEN,
+                chunk + ENTRIES * SIXTEEN,
+                chunk + HALF_ENTRIES * SIXTEEN - upper,
+            )
+            move_up(top + THIRTY_TWO, tops + count * THIRTY_TWO, THIRTY_TWO)
+            store(order + TOP_COUNT, count + ONE)
+            store(top + SIXTEEN, HALF_ENTRIES)
+            store(top + THIRTY_TWO, load(upper))
+            store(top + THIRTY_TWO + EIGHT, upper)
+            store(top + THIRTY_TWO + SIXTEEN, HALF_ENTRIES)
+            length = HALF_ENTRIES
+            if load(upper) <= first:
+                top += THIRTY_TWO
+                chunk = upper
+        entry = chunk + length * SIXTEEN
+        while entry != chunk and load(entry - SIXTEEN) > first:
+            store(entry, load(entry - SIXTEEN))
+            store(entry + EIGHT, load(entry - EIGHT))
+            entry -= SIXTEEN
+        store(entry, first)
+        store(entry + EIGHT, segment)
+        store(top + SIXTEEN, length + ONE)
+        if entry == chunk:
+            store(top, first)
+
+    insert = device(insert)
+
+    def remove(order: Any, number: Any, entry: Any) -> Any:
+        """Take an entry out of the list; 1 where the next one, if any, has its number now, else it is the first
+        of the next chunk."""
+        tops = load(order + TOPS)
+        top = tops + number * THIRTY_TWO
+        chunk = load(top + EIGHT)
+        length = load(top + SIXTEEN) - ONE
+        if length == ZERO:
+            count = load(order + TOP_COUNT)
+            move_down(top + THIRTY_TWO, tops + count * THIRTY_TWO, THIRTY_TWO)
+            store(order + TOP_COUNT, count - ONE)
+            spare = load(order + SPARE)
+            store(load(order + CHUNKS) + spare * EIGHT, chunk)
+            store(order + SPARE, spare + ONE)
+            return ONE
+        place = chunk + entry * SIXTEEN
+        move_down(place + SIXTEEN, chunk + (length + ONE) * SIXTEEN, SIXTEEN)
+        store(top + SIXTEEN, length)
+        if entry == ZERO:
+            store(top, load(chunk))
+        if entry == length:
+            return ZERO
+        return ONE
+
+    remove = device(remove)
+
+    def release(order: Any, segment: Any) -> None:
+        """A segment is free: it has no bytes, so the table cannot find it."""
+        store(segment, ZERO)
+        store(segment + END, ZERO)
+        store(segment + WRITER, load(order + FREE))
+        store(order + FREE, segment)
+        store(order + UNUSED, load(order + UNUSED) + ONE)
+
+    release = device(release)
+
+    def new_segment(order: Any, first: Any, end: Any) -> Any:
+        segment = load(order + FREE)
+        store(order + FREE, load(segment + WRITER))
+        store(order + UNUSED, load(order + UNUSED) - ONE)
+        store(segment, first)
+        store(segment + END, end)
+        return segment
+
+    new_segment = device(new_segment)
+
+    def copy_state(target: Any, source: Any) -> None:
+        """Writer and readers of one segment are another's too."""
+        word = WRITER
+        while word < SEGMENT_SIZE:
+            store(target + word, load(source + word))
+            word += EIGHT
+
+    copy_state = device(copy_state)
+
+    # --- a range of a task ---
+
+    def collect_range(order: Any, first: Any, end: Any, written: Any, retired: Any) -> Any:
+        """Add what a task waits for because of one range; 1 where two chains have written what it only reads.
+
+        Then a join must come before the task: the one segment that the range becomes has room for one writer.
+        """
+        segment = find(order, first, end)
+        if segment != ZERO:
+            if written == ZERO or add_readers(order, segment, retired) == ZERO:
+                add(order, load(segment + WRITER), retired)
+            return ZERO
+        several = ZERO
+        number, entry = locate(order, first)
+        count = load(order + TOP_COUNT)
+        latest = ZERO
+        any_writer = ZERO
+        while number < count:
+            top = load(order + TOPS) + number * THIRTY_TWO
+            segment = load(load(top + EIGHT) + entry * SIXTEEN + EIGHT)
+            if load(segment) >= end:
+                break
+            if written == ZERO or add_readers(order, segment, retired) == ZERO:
+                writer = load(segment + WRITER)
+                if writer - retired < TOP_BIT:
+                    add(order, writer, retired)
+                    if any_writer == ZERO:
+                        any_writer = ONE
+                        latest = writer
+                    elif follows(order, latest, writer) == ZERO:
+                        several = ONE
+                    elif writer - latest < TOP_BIT:
+                        latest = writer
+            entry += ONE
+            if entry == load(top + SIXTEEN):
+                entry = ZERO
+                number += ONE
+        if written != ZERO:
+            several = ZERO
+        return several
+
+    collect_range = device(collect_range)
+
+    def record_range(
+        order: Any, first: Any, end: Any, written: Any, position: Any, join: Any, retired: Any
+    ) -> None:
+        """A range of the task at a position has been read or written; join: what came before it, or NONE."""
+        segment = find(order, first, end)
+        if segment != ZERO:
+            if written != ZERO:
+                store(segment + WRITER, position)
+                store(segment + READERS, ZERO)
+            else:
+                read_by(order, segment, position, retired)
+            return
+        total = order + SUM
+        writer = retired - ONE
+        store(total + READERS, ZERO)
+        number, entry = locate(order, first)
+        while number < load(order + TOP_COUNT):
+            top = load(order + TOPS) + number * THIRTY_TWO
+            place = load(top + EIGHT) + entry * SIXTEEN
+            segment = load(place + EIGHT)
+            begins = load(segment)
+            ends = load(segment + END)
+            if begins >= end:
+                break
+            if written == ZERO:
+                wrote = load(segment + WRITER)
+                if wrote - retired < TOP_BIT:
+                    if writer - retired >= TOP_BIT or wrote - writer < TOP_BIT:
+                        writer = wrote
+                readers = load(segment + READERS)
+                if readers == ALL:
+                    if load(segment + R1) - retired < TOP_BIT:
+                        low = load(segment + R0)
+                        if low - retired >= TOP_BIT:
+                            low = retired
+                        read_by(order, total, low, retired)
+                        kept = load(total + READERS)
+                        if kept != ALL:  # whoever is in between may have read as well
+                            index = ZERO
+                            high = low
+                            while index < kept:
+                                other = load(total + R0 + index * EIGHT)
+                                if low - other < TOP_BIT:
+                                    low = other
+                                if other - high < TOP_BIT:
+                                    high = other
+                                index += ONE
+                            store(total + READERS, ALL)
+                            store(total + R0, low)
+                            store(total + R1, high)
+                        read_by(order, total, load(segment + R1), retired)
+                else:
+                    index = ZERO
+                    while index < readers:
+                        other = load(segment + R0 + index * EIGHT)
+                        if other - retired < TOP_BIT:
+                            read_by(order, total, other, retired)
+                        index += ONE
+            if begins < first:
+                store(segment + END, first)
+                if ends > end:
+                    rest = new_segment(order, end, ends)
+                    copy_state(rest, segment)
+                    insert(order, rest)
+                    break
+                entry += ONE
+                if entry == load(top + SIXTEEN):
+                    entry = ZERO
+                    number += ONE
+            elif ends > end:
+                store(segment, end)
+                store(place, end)
+                if entry == ZERO:
+                    store(top, end)
+                store(cache_place(order, end), segment)
+                break
+            else:
+                if remove(order, number, entry) == ZERO:
+                    entry = ZERO
+                    number += ONE
+                release(order, segment)
+        segment = new_segment(order, first, end)
+        if written != ZERO:
+            store(segment + WRITER, position)
+            store(segment + READERS, ZERO)
+        else:
+            if join != NO_JOIN and writer - retired < TOP_BIT:
+                writer = join
+            store(total + WRITER, writer)
+            read_by(order, total, position, retired)
+            copy_state(segment, total)
+        insert(order, segment)
+
+    record_range = device(record_range)
+
+    # --- a task ---
+
+    def collect(order: Any, access: Any, retired: Any) -> Any:
+        """Add what a task waits for; 1 where a join must come before it."""
+        writes = load(access)
+        count = load(access + ACCESS_COUNT)
+        several = ZERO
+        index = ZERO
+        while index < count:
+            at = access + RANGES + index * SIXTEEN
+            written = ZERO
+            if index < writes:
+                written = ONE
+            several |= collect_range(order, load(at), load(at + EIGHT), written, retired)
+            index += ONE
+        return several
+
+    collect = device(collect)
+
+    def record(order: Any, access: Any, position: Any, join: Any, retired: Any) -> None:
+        """The task stands at a position: later ones will wait for it. What it reads first, so that what it
+        also writes is known as written."""
+        writes = load(access)
+        index = load(access + ACCESS_COUNT)
+        while index > ZERO:
+            index -= ONE
+            at = access + RANGES + index * SIXTEEN
+            written = ZERO
+            if index < writes:
+                written = ONE
+            record_range(order, load(at), load(at + EIGHT), written, position, join, retired)
+
+    record = device(record)
+
+    def place(order: Any, position: Any, run: Any) -> None:
+        """The task at hand gets a position: it continues a chain that it waits for, or begins one."""
+        count = load(order + COUNT)
+        chain = ZERO
+        best = ZERO
+        index = ZERO
+        while index < count:
+            other = load(order + DEPS_AT + index * EIGHT)
+            found = node(order, other)
+            if load(found) == other and load(found + CONTINUED) == ZERO:
+                if chain == ZERO or other - best < TOP_BIT:
+                    best = other
+                    chain = load(found + CHAIN)
+            index += ONE
+        if chain == ZERO:
+            chain = load(order + CHAINS) + ONE
+            store(order + CHAINS, chain)
+        else:
+            store(node(order, best) + CONTINUED, ONE)
+        mine = node(order, position)
+        store(mine, position)
+        store(mine + CHAIN, chain)
+        store(mine + RUN, run)
+        store(mine + CONTINUED, ZERO)
+
+    place = device(place)
+
+    # --- room ---
+
+    def forget(order: Any, retired: Any, everything: Any) -> None:
+        """Drop the segments whose tasks have retired, or all of them, and pack the chunks."""
+        gather = load(order + GATHER)
+        kept = ZERO
+        number = ZERO
+        while number < load(order + TOP_COUNT):
+            top = load(order + TOPS) + number * THIRTY_TWO
+            chunk = load(top + EIGHT)
+            entry = ZERO
+            while entry < load(top + SIXTEEN):
+                segment = load(chunk + entry * SIXTEEN + EIGHT)
+                alive = ZERO
+                if load(segment + WRITER) - retired < TOP_BIT:
+                    alive = ONE
+                readers = load(segment + READERS)
+                if readers == ALL:
+                    readers = TWO
+                index = ZERO
+                while index < readers:
+                    if load(segment + R0 + index * EIGHT) - retired < TOP_BIT:
+                        alive = ONE
+                    index += ONE
+                if alive != ZERO and everything == ZERO:
+                    store(gather + kept * EIGHT, segment)
+                    kept += ONE
+                else:
+                    release(order, segment)
+                entry += ONE
+            spare = load(order + SPARE)
+            store(load(order + CHUNKS) + spare * EIGHT, chunk)
+            store(order + SPARE, spare + ONE)
+            number += ONE
+        number = ZERO
+        index = ZERO
+        while index < kept:
+            spare = load(order + SPARE) - ONE
+            store(order + SPARE, spare)
+            chunk = load(load(order + CHUNKS) + spare * EIGHT)
+            top = load(order + TOPS) + number * THIRTY_TWO
+            length = ZERO
+            while length < PACKED and index < kept:
+                segment = load(gather + index * EIGHT)
+                store(chunk + length * SIXTEEN, load(segment))
+                store(chunk + length * SIXTEEN + EIGHT, segment)
+                length += ONE
+                index += ONE
+            store(top, load(chunk))
+            store(top + EIGHT, chunk)
+            store(top + SIXTEEN, length)
+            number += ONE
+        store(order + TOP_COUNT, number)
+
+    forget = device(forget)
+
+    def ensure_room(order: Any, retired: Any) -> Any:
+        """1 where the segments of one more task may not fit: all must be forgotten and waited for."""
+        if load(order + UNUSED) >= ROOM and load(order + SPARE) >= FEW_CHUNKS:
+            return ZERO
+        forget(order, retired, ZERO)
+        if load(order + UNUSED) >= ROOM and load(order + SPARE) >= FEW_CHUNKS:
+            return ZERO
+        return ONE
+
+    ensure_room = device(ensure_room)
+
+    def trace(order: Any, accesses: Any, count: Any, found: Any, stride: Any) -> None:
+        """Dependencies of a sequence at positions 0 ... count - 1 of which none ever retires.
+
+        Writes for each task `count`, `folded`, `low`, `high` and `deps`. There are no joins here: where there would
+        be one, the task itself is taken for the writer of what it reads.
+        """
+        position = ZERO
+        while position < count:
+            access = accesses + position * ACCESS_SIZE
+            begin(order, ZERO)
+            full = ensure_room(order, ZERO)
+            if full != ZERO and position != ZERO:
+                add_range(order, ZERO, position - ONE, ZERO)
+            several = collect(order, access, ZERO)
+            target = found + position * stride
+            store(target, load(order + COUNT))
+            store(target + EIGHT, load(order + FOLD))
+            store(target + SIXTEEN, load(order + LOW))
+            store(target + SIXTEEN + EIGHT, load(order + HIGH))
+            index = ZERO
+            while index < load(order + COUNT):
+                store(target + THIRTY_TWO + index * EIGHT, load(order + DEPS_AT + index * EIGHT))
+                index += ONE
+            place(order, position, ONE)
+            if full != ZERO:
+                forget(order, ZERO, ONE)
+                store(order + FLOOR, position)
+            join = NO_JOIN
+            if several != ZERO:
+                join = position
+            record(order, access, position, join, ZERO)
+            position += ONE
+
+    trace = device(trace)
+
+    return SimpleNamespace(
+        node=node,
+        begin=begin,
+        add=add,
+        add_range=add_range,
+        collect=collect,
+        record=record,
+        place=place,
+        ensure_room=ensure_room,
+        forget=forget,
+        trace=trace,
+    )
+
+
+@cache
+def make_trace(m: HostPrimitives) -> Body:
+    """`trace(order, accesses, count, found, stride)`: see make_tracker."""
+    body: Body = make_tracker(m).trace
+    return body
+
+
+@cache
+def compiled() -> SimpleNamespace:
+    """The functions of the tracker alone, compiled (some seconds, once a process)."""
+    from numba import njit, types
+
+    from ..machines import cpu_memory as m
+
+    u64 = types.uint64
+    trace = njit(types.void(*[u64] * 5), nogil=True)(make_trace(m).py_func)
+    return SimpleNamespace(trace=trace)
