@@ -75,6 +75,9 @@ class Flag(IntFlag):
     """Some operand is not contiguous: `layouts` says how to walk each."""
     MERGE = 16
     """After its last tile the task is called once more with `tile == tiles`, to join partial results."""
+    FOLLOW = 32
+    """AFTER_0 names the position before, and neither task is tiled: where both come in one window, the pump makes
+    them a run, which needs no wait."""
 
 
 class Status(IntEnum):
@@ -118,6 +121,11 @@ DTYPE_NAMES: Final = {
 
 ITEMSIZE: Final = (1, 1, 1, 4, 8, 2, 2, 4, 8)
 """Bytes of an element, by DType code."""
+
+JOIN_OP: Final = 254
+"""The task that waits and does nothing else: for `count` positions that lie where inputs and outputs do, and
+for those from the first word of `scalars` on, as many as the second says."""
+MAX_JOINED: Final = MAX_INPUTS + MAX_OUTPUTS
 
 IMMEDIATE: Final = 15
 """In `TASK["dtypes"]`: the operand's address word is not an address but the value itself, a Python number."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -44,7 +46,7 @@ def check(calls: list[Call], segments: int | None = None) -> list[list[int]]:
             if conflicts(calls[other], call):
                 assert other in waited[number], (other, number)
     found = tracker.segments
-    assert all(a[1] <= b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(found))
     return deps
 
 

@@ -1,14 +1,15 @@
 """The order of tasks: what a task reads and writes arrives, the positions that it must wait for leave.
 
-Memory is told apart by *segments*: disjoint byte ranges, each with the task that wrote it last and the tasks that
-have read it since. A task that reads waits for the writers of what it overlaps; one that writes waits for the
-readers too. Two ways lead to a segment: a table by first byte, which finds the same buffers again at once, and
-an ordered list in chunks, for everything that overlaps in part. What a task covers becomes one segment, so
-reading and writing keep the list short; segments whose tasks have all retired go when room is needed.
+Memory is told apart by *segments*: disjoint byte ranges, each with the task that wrote it last and the tasks
+that have read it since. A task that reads waits for the writers of what it overlaps; one that writes waits
+for the readers too. Two ways lead to a segment: a table by first byte, which finds the same buffers again at
+once, and an ordered list in chunks, for everything that overlaps in part. What a task covers becomes one
+segment, so reading and writing keep the list short; segments whose tasks have all retired go when room is
+needed.
 
-Positions are those of the ring. Each belongs to a *chain*: a task continues the chain of the last task it waits
-for, if nobody did yet. Of two tasks in one chain the later one waits for the earlier, so of each chain only
-the latest has to be waited for.
+Positions are those of the ring. Each belongs to a *chain*: a task continues the chain of the last task it
+waits for, if nobody did yet. Of two tasks in one chain the later one waits for the earlier, so of each chain
+only the latest has to be waited for.
 
 One thread at a time, under the lock in `ORDER`, which is held for the filling of at most a chunk of slots and
 never over a call of the driver: claims made under it are in the order of what was tracked.
@@ -23,9 +24,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..descriptor import MASK_64
+from ..descriptor import JOIN_OP, MASK_64, MAX_JOINED, TASK_BYTES, Flag, offset
 from ..machines.base import Body, HostPrimitives
-from ..protocol import field
+from ..protocol import HOST_CONTEXT, HOST_WORDS, field
+from .ring import (
+    CHUNK,
+    DECLINED,
+    PENDING_STATUS,
+    PLAIN_DTYPES,
+    SENT,
+    make_nobody_serves,
+    make_publish,
+    make_relaunch,
+    make_retire,
+    make_status_of,
+    make_try_claim,
+)
 
 MOST_RANGES: Final = 7
 ACCESS: Final = np.dtype(
@@ -40,8 +54,8 @@ ACCESS: Final = np.dtype(
 SEGMENT: Final = np.dtype(
     [(name, "<u8") for name in ("begin", "end", "writer", "readers", "r0", "r1", "r2", "r3")]
 )
-"""One range of memory. readers: how many of r0 ... have read it since `writer` wrote it, or FOLDED: every position
-from r0 to r1 may have. A free segment has no bytes, and `writer` is the address of the next free one."""
+"""One range of memory. readers: how many of r0 ... have read it since `writer` wrote it, or FOLDED: every
+position from r0 to r1 may have. A free segment has no bytes, and `writer` is the address of the next free one."""
 
 FOLDED: Final = 5
 MOST_READERS: Final = 4
@@ -114,8 +128,8 @@ class Tracker:
 
     Args:
         slots: positions that may be unfinished at a time, a power of two.
-        segments: ranges told apart at a time; None takes four a slot. With more, all are forgotten and the next
-            task waits for all before it.
+        segments: ranges told apart at a time; None takes four a slot. With more, all are forgotten and the
+            next task waits for all before it.
 
     Attributes:
         address: of the ORDER record, for compiled functions.
@@ -173,15 +187,15 @@ class Tracker:
             accesses: ACCESS of each task; at most as many as the tracker has slots, and no other call before.
 
         Returns:
-            For each task the numbers of others, ascending. Waiting for all of them is enough for the sequence to
-            give what one task after another would.
+            For each task the numbers of others, ascending. Waiting for all of them is enough for the sequence
+            to give what one task after another would.
         """
         count = len(accesses)
         if count > int(self.state["mask"][0]) + 1:
             raise ValueError(f"{count} tasks: the tracker has {int(self.state['mask'][0]) + 1} slots")
         accesses = np.ascontiguousarray(accesses)
         found = np.zeros((count, DEPS + 4), np.uint64)
-        compiled().trace(self.address, accesses.ctypes.data, count, found.ctypes.data, found.strides[0])
+        compiled_trace()(self.address, accesses.ctypes.data, count, found.ctypes.data, found.strides[0])
         result = []
         for row in found.tolist():
             names = set(row[4 : 4 + row[0]])
@@ -193,7 +207,7 @@ class Tracker:
 
 @cache
 def make_tracker(m: HostPrimitives) -> SimpleNamespace:
-    """The bodies that `submit` is made of: begin, add, add_range, collect, record, place, ensure_room, forget."""
+    """The bodies that ordered submission is made of."""
     u64 = m.u64
     load, store = m.load_u64, m.store_u64
     device = m.device
@@ -204,7 +218,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
     ZERO, ONE, TWO, EIGHT, SIXTEEN, THIRTY_TWO = u64(0), u64(1), u64(2), u64(8), u64(16), u64(32)
     TOP_BIT, GOLDEN, NO_JOIN = u64(1 << 63), u64(0x9E3779B97F4A7C15), u64(NONE)
     NODES, MASK, CHAINS, FLOOR = at("nodes"), at("mask"), at("chains"), at("floor")
-    SEGMENTS, LIMIT, FREE, UNUSED = at("segments"), at("limit"), at("free"), at("unused")
+    FREE, UNUSED = at("free"), at("unused")
     CACHE, SHIFT, TOPS, TOP_COUNT = at("cache"), at("cache_shift"), at("tops"), at("top_count")
     CHUNKS, SPARE, GATHER = at("chunks"), at("spare"), at("gather")
     COUNT, FOLD, LOW, HIGH, DEPS_AT, SUM = (
@@ -362,17 +376,39 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
 
     # --- segments by their first byte ---
 
+    def in_use(segment: Any, retired: Any) -> Any:
+        """1 where a task that touched a segment may not have retired."""
+        if load(segment + WRITER) - retired < TOP_BIT:
+            return ONE
+        readers = load(segment + READERS)
+        if readers == ALL:
+            readers = TWO
+        index = ZERO
+        while index < readers:
+            if load(segment + R0 + index * EIGHT) - retired < TOP_BIT:
+                return ONE
+            index += ONE
+        return ZERO
+
+    in_use = device(in_use)
+
     def cache_place(order: Any, first: Any) -> Any:
         return load(order + CACHE) + ((first * GOLDEN) >> load(order + SHIFT)) * EIGHT
 
     cache_place = device(cache_place)
 
-    def find(order: Any, first: Any, end: Any) -> Any:
-        """The segment of exactly these bytes, or 0. Any address in the table was a segment's and still is one."""
+    def find(order: Any, first: Any, end: Any, retired: Any) -> Any:
+        """The segment of exactly these bytes, or 0. What is in the table is a segment, if not the one wanted."""
         segment = load(cache_place(order, first))
         if segment != ZERO:
-            if load(segment) != first or load(segment + END) != end:
-                segment = ZERO
+            if load(segment) != first:
+                return ZERO
+            stop = load(segment + END)
+            if stop != end:
+                # A buffer that is used again, for less: what nobody waits for any more can be cut off.
+                if stop < end or in_use(segment, retired) != ZERO:
+                    return ZERO
+                store(segment + END, end)
         return segment
 
     find = device(find)
@@ -489,8 +525,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
     insert = device(insert)
 
     def remove(order: Any, number: Any, entry: Any) -> Any:
-        """Take an entry out of the list; 1 where the next one, if any, has its number now, else it is the first
-        of the next chunk."""
+        """Take an entry out of the list; 1 where the next one has its number now, 0 where it begins a chunk."""
         tops = load(order + TOPS)
         top = tops + number * THIRTY_TWO
         chunk = load(top + EIGHT)
@@ -550,7 +585,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
 
         Then a join must come before the task: the one segment that the range becomes has room for one writer.
         """
-        segment = find(order, first, end)
+        segment = find(order, first, end, retired)
         if segment != ZERO:
             if written == ZERO or add_readers(order, segment, retired) == ZERO:
                 add(order, load(segment + WRITER), retired)
@@ -590,7 +625,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
         order: Any, first: Any, end: Any, written: Any, position: Any, join: Any, retired: Any
     ) -> None:
         """A range of the task at a position has been read or written; join: what came before it, or NONE."""
-        segment = find(order, first, end)
+        segment = find(order, first, end, retired)
         if segment != ZERO:
             if written != ZERO:
                 store(segment + WRITER, position)
@@ -755,18 +790,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
             entry = ZERO
             while entry < load(top + SIXTEEN):
                 segment = load(chunk + entry * SIXTEEN + EIGHT)
-                alive = ZERO
-                if load(segment + WRITER) - retired < TOP_BIT:
-                    alive = ONE
-                readers = load(segment + READERS)
-                if readers == ALL:
-                    readers = TWO
-                index = ZERO
-                while index < readers:
-                    if load(segment + R0 + index * EIGHT) - retired < TOP_BIT:
-                        alive = ONE
-                    index += ONE
-                if alive != ZERO and everything == ZERO:
+                if everything == ZERO and in_use(segment, retired) != ZERO:
                     store(gather + kept * EIGHT, segment)
                     kept += ONE
                 else:
@@ -812,8 +836,8 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
     def trace(order: Any, accesses: Any, count: Any, found: Any, stride: Any) -> None:
         """Dependencies of a sequence at positions 0 ... count - 1 of which none ever retires.
 
-        Writes for each task `count`, `folded`, `low`, `high` and `deps`. There are no joins here: where there would
-        be one, the task itself is taken for the writer of what it reads.
+        Writes for each task `count`, `folded`, `low`, `high` and `deps`. There are no joins here: where there
+        would be one, the task itself is taken for the writer of what it reads.
         """
         position = ZERO
         while position < count:
@@ -858,20 +882,501 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
     )
 
 
+LANE: Final = np.dtype([("tail", "<u8"), ("begun", "<u8")])
+"""An in-order queue: position of its last task, where it has one."""
+
+
 @cache
-def make_trace(m: HostPrimitives) -> Body:
-    """`trace(order, accesses, count, found, stride)`: see make_tracker."""
-    body: Body = make_tracker(m).trace
-    return body
+def make_fill_ordered(m: HostPrimitives) -> Body:
+    """`fill_ordered(host, order, tasks, accesses, count, lane, extra, extras) -> (tasks, position, slots)`.
+
+    Claims and fills slots for up to `count` tasks, under the lock, and publishes nothing. `accesses`, `lane` and
+    `extra` are addresses, or 0: an ACCESS a task; a LANE whose tasks run in order; `extras` pairs of first and
+    last position to wait for, which are the first task's alone where there is a lane. Answers how many tasks
+    were taken and the slots to publish, a few more where joins or a nop came between.
+
+    A task that waits for the one before it, in the same call, joins its run; one that does so alone in a call says
+    FOLLOW. Up to two more waits fit into the task, and a join before it takes all others.
+    """
+    u64 = m.u64
+    load, store, load_acquire_sys = m.load_u64, m.store_u64, m.load_acquire_sys
+    t = make_tracker(m)
+    node, begin, add, add_range = t.node, t.begin, t.add, t.add_range
+    collect, record, place, ensure_room, forget = t.collect, t.record, t.place, t.ensure_room, t.forget
+    try_claim, status_of = make_try_claim(m), make_status_of(m)
+    publish = make_publish(m)
+
+    WORDS, RETIRED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "retired"))
+    RING, MASK = u64(field(HOST_CONTEXT, "ring")), u64(field(HOST_CONTEXT, "mask"))
+    MAX_RUN_AT = u64(field(HOST_CONTEXT, "max_run"))
+    COUNT, FOLD, LOW, HIGH, DEPS_AT, FLOOR = (
+        u64(field(ORDER, name)) for name in ("count", "folded", "low", "high", "deps", "floor")
+    )
+    RUN = u64(field(NODE, "run"))
+    BEGUN = u64(field(LANE, "begun"))
+    ZERO, ONE, TWO, EIGHT, SIXTEEN, HALF = u64(0), u64(1), u64(2), u64(8), u64(16), u64(32)
+    TASK_SIZE, LOW_HALF, HIGH_HALF = u64(TASK_BYTES), u64(0xFFFFFFFF), u64(0xFFFFFFFF00000000)
+    LINK, AFTER_0, AFTER_1, FOLLOW = (
+        u64(flag << 32) for flag in (Flag.LINK, Flag.AFTER_0, Flag.AFTER_1, Flag.FOLLOW)
+    )
+    KEEP = u64(MASK_64 & ~((Flag.LINK | Flag.AFTER_0 | Flag.AFTER_1 | Flag.FOLLOW) << 32))
+    AFTER_AT, LISTED, COUNT_AT, RANGE = (
+        u64(offset(name)) for name in ("after", "inputs", "count", "scalars")
+    )
+    MOST, MOST_JOINED, TOP_BIT, NO_JOIN = u64(CHUNK), u64(MAX_JOINED), u64(1 << 63), u64(NONE)
+    JOIN, ONE_TILE, PENDING, ACCESS_SIZE = (
+        u64(JOIN_OP),
+        u64(1 << 32),
+        u64(PENDING_STATUS),
+        u64(ACCESS.itemsize),
+    )
+
+    def drop(order: Any, index: Any) -> None:
+        """Take one of the waits away."""
+        count = load(order + COUNT) - ONE
+        store(order + DEPS_AT + index * EIGHT, load(order + DEPS_AT + count * EIGHT))
+        store(order + COUNT, count)
+
+    drop = m.device(drop)
+
+    def drop_done(host: Any, order: Any) -> None:
+        """Take away waits for what has ended and is not yet retired."""
+        index = ZERO
+        while index < load(order + COUNT):
+            if status_of(host, load(order + DEPS_AT + index * EIGHT)) != PENDING:
+                drop(order, index)
+            else:
+                index += ONE
+
+    drop_done = m.device(drop_done)
+
+    def waits_for(order: Any, position: Any) -> Any:
+        """1 where the task at hand waits for a position by name."""
+        index = ZERO
+        while index < load(order + COUNT):
+            if load(order + DEPS_AT + index * EIGHT) == position:
+                return ONE
+            index += ONE
+        return ZERO
+
+    waits_for = m.device(waits_for)
+
+    def leave_run(order: Any, first: Any) -> None:
+        """Take away waits for positions from `first` on: members of the run that the task is part of."""
+        index = ZERO
+        while index < load(order + COUNT):
+            if load(order + DEPS_AT + index * EIGHT) - first < TOP_BIT:
+                drop(order, index)
+            else:
+                index += ONE
+        if load(order + FOLD) != ZERO and load(order + HIGH) - first < TOP_BIT:
+            if load(order + LOW) - first < TOP_BIT:
+                store(order + FOLD, ZERO)
+            else:
+                store(order + HIGH, first - ONE)
+
+    leave_run = m.device(leave_run)
+
+    def write_head(target: Any, head: Any, shape: Any, order: Any) -> None:
+        """The first words of a slot, and the waits that are left, two at most."""
+        count = load(order + COUNT)
+        if count > ZERO:
+            head |= AFTER_0
+            store(target + AFTER_AT, load(order + DEPS_AT))
+        if count > ONE:
+            head |= AFTER_1
+            store(target + AFTER_AT + EIGHT, load(order + DEPS_AT + EIGHT))
+        store(target, head)
+        store(target + EIGHT, shape)
+
+    write_head = m.device(write_head)
+
+    def copy_rest(target: Any, source: Any) -> None:
+        word = SIXTEEN
+        while word < TASK_SIZE:
+            store(target + word, load(source + word))
+            word += EIGHT
+
+    copy_rest = m.device(copy_rest)
+
+    def clear_rest(target: Any) -> None:
+        word = SIXTEEN
+        while word < TASK_SIZE:
+            store(target + word, ZERO)
+            word += EIGHT
+
+    clear_rest = m.device(clear_rest)
+
+    def write_nop(target: Any) -> None:
+        store(target, ZERO)
+        store(target + EIGHT, ONE_TILE | ONE)
+        clear_rest(target)
+
+    write_nop = m.device(write_nop)
+
+    def run_to_join(order: Any, position: Any, fresh: Any, max_run: Any) -> Any:
+        """Place in the run of the task before `position` that the next one takes, or 0 where it stands alone."""
+        if fresh != ZERO:
+            return ZERO
+        before = node(order, position - ONE)
+        run = load(before + RUN)
+        if load(before) != position - ONE or run == ZERO or run >= max_run:
+            return ZERO
+        return run + ONE
+
+    run_to_join = m.device(run_to_join)
+
+    def fill_ordered(
+        host: Any,
+        order: Any,
+        tasks: Any,
+        accesses: Any,
+        count: Any,
+        lane: Any,
+        extra: Any,
+        extras: Any,
+    ) -> Any:
+        ring = load(host + RING)
+        mask = load(host + MASK)
+        max_run = load(host + MAX_RUN_AT)
+        wanted = count
+        if wanted > MOST:
+            wanted = MOST
+        position, granted = try_claim(host, wanted)
+        if granted == ZERO:
+            return ZERO, position, ZERO
+        retired = load_acquire_sys(load(host + WORDS) + RETIRED)
+        at = position
+        end = position + granted
+        index = ZERO
+        while at != end:
+            source = tasks + index * TASK_SIZE
+            access = accesses + index * ACCESS_SIZE
+            shape = load(source + EIGHT)
+            alone = ZERO  # 1 where no run can hold it
+            if shape >> HALF > ONE:
+                alone = ONE
+            begin(order, retired)
+            several = ZERO
+            full = ZERO
+            if lane != ZERO and load(lane + BEGUN) != ZERO:
+                add(order, load(lane), retired)
+            if accesses != ZERO:
+                full = ensure_room(order, retired)
+                if full != ZERO and at != retired:
+                    add_range(order, retired, at - ONE, retired)
+                several = collect(order, access, retired)
+            number = ZERO
+            while number < extras:
+                low = load(extra + number * SIXTEEN)
+                high = load(extra + number * SIXTEEN + EIGHT)
+                if low == high:
+                    add(order, low, retired)
+                else:
+                    add_range(order, low, high, retired)
+                number += ONE
+
+            fresh = ZERO  # 1 where the task before is not this call's to change
+            if at == position:
+                fresh = ONE
+            run = ZERO  # its place in the run of the task before
+            if load(order + COUNT) > TWO:
+                drop_done(host, order)
+            follows = waits_for(order, at - ONE)
+            if follows != ZERO:
+                run = run_to_join(order, at, fresh, max_run)
+            waits = load(order + COUNT)
+            if run != ZERO and alone == ZERO:
+                waits -= ONE
+            join = NO_JOIN
+            if waits > TWO or load(order + FOLD) != ZERO or several != ZERO or full != ZERO:
+                # A join first; it needs a slot of its own.
+                if at + ONE == end:
+                    another, granted = try_claim(host, ONE)
+                    if granted != ZERO and another == end:
+                        end += ONE
+                    else:
+                        # No room, so the task has to come again; what was claimed must be used all the same.
+                        write_nop(ring + (at & mask) * TASK_SIZE)
+                        at += ONE
+                        if granted != ZERO:
+                            write_nop(ring + (another & mask) * TASK_SIZE)
+                            publish(host, another, ONE)
+                        break
+                target = ring + (at & mask) * TASK_SIZE
+                place_run = run
+                if place_run == ZERO:
+                    place_run = ONE
+                place(order, at, place_run)
+                if run != ZERO:
+                    before = ring + ((at - ONE) & mask) * TASK_SIZE
+                    store(before, load(before) | LINK)
+                    leave_run(order, at - (run - ONE))
+                clear_rest(target)
+                while load(order + COUNT) > MOST_JOINED:
+                    last = load(order + DEPS_AT + (load(order + COUNT) - ONE) * EIGHT)
+                    drop(order, load(order + COUNT) - ONE)
+                    add_range(order, last, last, retired)
+                listed = load(order + COUNT)
+                number = ZERO
+                while number < listed:
+                    store(target + LISTED + number * EIGHT, load(order + DEPS_AT + number * EIGHT))
+                    number += ONE
+                store(target + COUNT_AT, listed)
+                if load(order + FOLD) != ZERO:
+                    store(target + RANGE, load(order + LOW))
+                    store(target + RANGE + EIGHT, load(order + HIGH) - load(order + LOW) + ONE)
+                store(target, JOIN)
+                store(target + EIGHT, ONE_TILE | place_run)
+                if full != ZERO:
+                    forget(order, retired, ONE)
+                    store(order + FLOOR, at)
+                join = at
+                at += ONE
+                store(order + COUNT, ONE)
+                store(order + FOLD, ZERO)
+                store(order + DEPS_AT, join)
+                follows = ONE
+                fresh = ZERO
+                run = run_to_join(order, at, fresh, max_run)
+
+            target = ring + (at & mask) * TASK_SIZE
+            head = load(source) & KEEP
+            copy_rest(target, source)
+            if alone != ZERO:
+                run = ZERO
+            if run == ZERO:
+                place_run = ONE
+                if alone != ZERO:
+                    place_run = ZERO
+                elif follows != ZERO and count == ONE:
+                    # Whoever submitted the task before has published it; the pump may still find both together.
+                    may_run = run_to_join(order, at, ZERO, max_run)
+                    if may_run != ZERO:
+                        head |= FOLLOW
+                        place_run = may_run
+                place(order, at, place_run)
+                if head & FOLLOW != ZERO and load(order + DEPS_AT) != at - ONE:
+                    store(order + DEPS_AT + EIGHT, load(order + DEPS_AT))
+                    store(order + DEPS_AT, at - ONE)
+                write_head(target, head, (shape & HIGH_HALF) | ONE, order)
+            else:
+                place(order, at, run)
+                before = ring + ((at - ONE) & mask) * TASK_SIZE
+                store(before, load(before) | LINK)
+                leave_run(order, at - (run - ONE))
+                write_head(target, head, (shape & HIGH_HALF) | run, order)
+            if accesses != ZERO:
+                record(order, access, at, join, retired)
+            if lane != ZERO:
+                store(lane, at)
+                store(lane + BEGUN, ONE)
+                extras = ZERO
+            at += ONE
+            index += ONE
+        return index, position, at - position
+
+    return m.device(fill_ordered)
+
+
+@cache
+def make_lock(m: HostPrimitives) -> Body:
+    """`lock(order)`: until `unlock`, nobody else tracks or claims."""
+    u64, compare_and_swap, pause = m.u64, m.compare_and_swap, m.pause
+    ZERO, ONE = u64(0), u64(1)
+    assert field(ORDER, "lock") == 0
+
+    def lock(order: Any) -> None:
+        spins = ZERO
+        while compare_and_swap(order, ZERO, ONE) == ZERO:
+            pause(spins)
+            spins += ONE
+
+    return m.device(lock)
+
+
+@cache
+def make_submit_ordered(m: HostPrimitives) -> Body:
+    """`submit(host, order, tasks, accesses, count, lane, extra, extras, until_ns, ranges, range_slots)`.
+
+    As `ring.make_submit`, for tasks in order: see `make_fill_ordered`. Ranges hold joins too.
+    """
+    u64 = m.u64
+    load, store, store_release_sys = m.load_u64, m.store_u64, m.store_release_sys
+    load_acquire_sys = m.load_acquire_sys
+    fill_ordered, lock = make_fill_ordered(m), make_lock(m)
+    publish, retire = make_publish(m), make_retire(m)
+    nobody_serves, relaunch = make_nobody_serves(m), make_relaunch(m)
+    now_ns, pause = m.now_ns, m.pause
+    WORDS, MASK = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "mask"))
+    CLAIMED, RETIRED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "retired"))
+    ZERO, ONE, TWO, EIGHT, SIXTEEN = u64(0), u64(1), u64(2), u64(8), u64(16)
+    MOST, TASK_SIZE, ACCESS_SIZE, EVERY = u64(CHUNK), u64(TASK_BYTES), u64(ACCESS.itemsize), u64(63)
+
+    def submit(
+        host: Any,
+        order: Any,
+        tasks: Any,
+        accesses: Any,
+        count: Any,
+        lane: Any,
+        extra: Any,
+        extras: Any,
+        until_ns: Any,
+        ranges: Any,
+        range_slots: Any,
+    ) -> Any:
+        submitted = ZERO
+        written = ZERO
+        parked = ZERO
+        spins = ZERO
+        end = ZERO
+        words = load(host + WORDS)
+        capacity = load(host + MASK) + ONE
+        while submitted < count:
+            # What has retired need not be tracked; and there must be room for the next round.
+            used = load_acquire_sys(words + CLAIMED) - load_acquire_sys(words + RETIRED)
+            if used + used > capacity:
+                retire(host)
+            lock(order)
+            done, position, slots = fill_ordered(
+                host, order, tasks, accesses, count - submitted, lane, extra, extras
+            )
+            store_release_sys(order, ZERO)
+            if slots == ZERO:
+                retire(host)
+                if nobody_serves(host) != ZERO and relaunch(host) != ZERO:
+                    parked = ONE
+                    break
+                if spins & EVERY == EVERY and now_ns() > until_ns:
+                    break
+                pause(spins)
+                spins += ONE
+                continue
+            spins = ZERO
+            parked = publish(host, position, slots)
+            if parked != ZERO:
+                parked = relaunch(host)
+            submitted += done
+            tasks += done * TASK_SIZE
+            if accesses != ZERO:
+                accesses += done * ACCESS_SIZE
+            if done != ZERO:
+                if lane != ZERO:
+                    extras = ZERO
+                if written != ZERO and position == end:
+                    last = ranges + (written - ONE) * SIXTEEN + EIGHT
+                    store(last, load(last) + slots)
+                else:
+                    store(ranges + written * SIXTEEN, position)
+                    store(ranges + written * SIXTEEN + EIGHT, slots)
+                    written += ONE
+                end = position + slots
+            if parked != ZERO or written == range_slots:
+                break
+        return submitted, written, parked
+
+    return m.device(submit)
+
+
+@cache
+def make_submit_plain_ordered(m: HostPrimitives) -> Body:
+    """`submit_plain(host, order, op_id, x, y, out, count, query, stream) -> (position, answer)`.
+
+    As `ring.make_submit_plain`, in the order of what x, y and out overlap.
+    """
+    u64 = m.u64
+    load, store, call_query, store_release_sys = m.load_u64, m.store_u64, m.call_query, m.store_release_sys
+    load_acquire_sys = m.load_acquire_sys
+    fill_ordered, lock = make_fill_ordered(m), make_lock(m)
+    publish, retire, relaunch = make_publish(m), make_retire(m), make_relaunch(m)
+    WORDS, MASK = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "mask"))
+    CLAIMED, RETIRED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "retired"))
+    TASK, ACCESSED = u64(field(ORDER, "task")), u64(field(ORDER, "access"))
+    RANGES, ACCESS_COUNT = u64(field(ACCESS, "ranges")), u64(field(ACCESS, "count"))
+    ZERO, ONE, TWO, EIGHT, SIXTEEN, TASK_SIZE = u64(0), u64(1), u64(2), u64(8), u64(16), u64(TASK_BYTES)
+    RUN_AND_TILES = u64(1 | 1 << 32)
+    ANSWER_SENT, ANSWER_DECLINED = u64(SENT), u64(DECLINED)
+    RUN_AT, INPUTS, OUTPUT = u64(offset("run")), u64(offset("inputs")), u64(offset("outputs"))
+    COUNT, REST = u64(offset("count")), u64(offset("after"))
+    DTYPES_AT, ALL_F32 = u64(offset("dtypes") - 4), u64(PLAIN_DTYPES << 32)
+
+    def submit_plain(
+        host: Any, order: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, query: Any, stream: Any
+    ) -> Any:
+        if query != ZERO and call_query(query, stream) != ZERO:
+            return ZERO, ANSWER_DECLINED
+        words = load(host + WORDS)
+        used = load_acquire_sys(words + CLAIMED) - load_acquire_sys(words + RETIRED)
+        if used + used > load(host + MASK):
+            retire(host)
+        lock(order)
+        task = order + TASK
+        store(task, op_id)
+        store(task + RUN_AT, RUN_AND_TILES)
+        store(task + INPUTS, x)
+        store(task + INPUTS + EIGHT, y)
+        store(task + OUTPUT, out)
+        store(task + COUNT, count)
+        store(task + DTYPES_AT, ALL_F32)  # all other words are zero and stay so
+        access = order + ACCESSED
+        size = count << TWO
+        store(access, ONE)
+        place = access + RANGES
+        store(place, out)
+        store(place + EIGHT, out + size)
+        place += SIXTEEN
+        ranges = ONE
+        if x != out:
+            store(place, x)
+            store(place + EIGHT, x + size)
+            place += SIXTEEN
+            ranges += ONE
+        if y != out and y != x:
+            store(place, y)
+            store(place + EIGHT, y + size)
+            ranges += ONE
+        store(access + ACCESS_COUNT, ranges)
+        done, position, slots = fill_ordered(host, order, task, access, ONE, ZERO, ZERO, ZERO)
+        store_release_sys(order, ZERO)
+        if slots == ZERO:
+            return ZERO, ANSWER_DECLINED
+        unserved = publish(host, position, slots)
+        if unserved != ZERO:
+            unserved = relaunch(host)
+        if done == ZERO:
+            return ZERO, ANSWER_DECLINED
+        return position + slots - ONE, unserved + ANSWER_SENT
+
+    return m.device(submit_plain)
 
 
 @cache
 def compiled() -> SimpleNamespace:
-    """The functions of the tracker alone, compiled (some seconds, once a process)."""
+    """The functions for ordered submission, compiled to run without the GIL (some seconds, once a process)."""
     from numba import njit, types
 
     from ..machines import cpu_memory as m
 
     u64 = types.uint64
-    trace = njit(types.void(*[u64] * 5), nogil=True)(make_trace(m).py_func)
-    return SimpleNamespace(trace=trace)
+    pair, triple = types.UniTuple(u64, 2), types.UniTuple(u64, 3)
+    signatures: dict[str, tuple[Any, Any]] = {
+        "submit": (make_submit_ordered, triple(*[u64] * 11)),
+        "submit_plain": (make_submit_plain_ordered, pair(*[u64] * 9)),
+    }
+    return SimpleNamespace(
+        **{
+            name: njit(signature, nogil=True)(make(m).py_func)
+            for name, (make, signature) in signatures.items()
+        }
+    )
+
+
+@cache
+def compiled_trace() -> Any:
+    """`trace` of the tracker, compiled."""
+    from numba import njit, types
+
+    from ..machines import cpu_memory as m
+
+    return njit(types.void(*[types.uint64] * 5), nogil=True)(make_tracker(m).trace.py_func)
