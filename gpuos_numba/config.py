@@ -29,6 +29,12 @@ class Config:
         start_position: position of the first task. For tests of wrap-around.
         input_order: "stream" holds a submission until the work already queued on the current torch or CuPy
             stream is done, so that inputs are whole; "none" leaves that to the caller.
+        order: "auto" gives what one task after another would, whatever memory they share, and runs in parallel
+            what is independent; "lane" runs the tasks of a lane in order and looks at no memory, and what is
+            submitted outside any lane is a lane of its own; "none" orders nothing but lanes, linked batches
+            and `after=`.
+        low_priority_depth: tasks that lanes of lower priority may have unfinished while there is a lane of a
+            higher one.
     """
 
     capacity: int = 4096
@@ -42,6 +48,8 @@ class Config:
     deadline_s: float | None = 30.0
     start_position: int = 0
     input_order: str = "stream"
+    order: str = "auto"
+    low_priority_depth: int = 256
 
     def __post_init__(self) -> None:
         if not 2 <= self.capacity <= MAX_CAPACITY or self.capacity & (self.capacity - 1):
@@ -68,3 +76,7 @@ class Config:
             raise ArgumentError(f"start_position={self.start_position}: positions are 64-bit unsigned")
         if self.input_order not in ("stream", "none"):
             raise ArgumentError(f'input_order={self.input_order!r}: choose "stream" or "none"')
+        if self.order not in ("auto", "lane", "none"):
+            raise ArgumentError(f'order={self.order!r}: choose "auto", "lane" or "none"')
+        if self.low_priority_depth < 1:
+            raise ArgumentError(f"low_priority_depth={self.low_priority_depth}: at least one task must run")

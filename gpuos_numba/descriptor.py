@@ -76,8 +76,8 @@ class Flag(IntFlag):
     MERGE = 16
     """After its last tile the task is called once more with `tile == tiles`, to join partial results."""
     FOLLOW = 32
-    """AFTER_0 names the position before, and neither task is tiled: where both come in one window, the pump makes
-    them a run, which needs no wait."""
+    """AFTER_0 names the position before, and neither task is tiled: where both come in one window, the pump
+    makes them a run, which needs no wait."""
 
 
 class Status(IntEnum):
@@ -122,6 +122,7 @@ DTYPE_NAMES: Final = {
 ITEMSIZE: Final = (1, 1, 1, 4, 8, 2, 2, 4, 8)
 """Bytes of an element, by DType code."""
 
+NOP_OP: Final = 0
 JOIN_OP: Final = 254
 """The task that waits and does nothing else: for `count` positions that lie where inputs and outputs do, and
 for those from the first word of `scalars` on, as many as the second says."""

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuos_numba.host.order import ACCESS, Tracker, access_record
+from gpuos_numba.host.order import ACCESS, Tracker, pack_ranges
 
 Ranges = list[tuple[int, int]]
 Call = tuple[Ranges, Ranges]
 
 
 def records(calls: list[Call]) -> np.ndarray:
-    return np.array([access_record(reads, writes) for reads, writes in calls], ACCESS)
+    return np.frombuffer(b"".join(pack_ranges(reads, writes) for reads, writes in calls), ACCESS)
 
 
 def conflicts(one: Call, other: Call) -> bool:
@@ -132,4 +132,4 @@ def test_a_growing_range_does_not_grow_the_table() -> None:
 
 def test_too_many_ranges_are_refused() -> None:
     with pytest.raises(ValueError, match="8 ranges"):
-        access_record([(i, i + 1) for i in range(8)], [])
+        pack_ranges([(i, i + 1) for i in range(8)], [])

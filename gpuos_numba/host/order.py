@@ -17,16 +17,18 @@ never over a call of the driver: claims made under it are in the order of what w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 
-from ..descriptor import JOIN_OP, MASK_64, MAX_JOINED, TASK_BYTES, Flag, offset
+from ..descriptor import ITEMSIZE, JOIN_OP, MASK_64, MAX_JOINED, TASK_BYTES, Flag, offset
 from ..machines.base import Body, HostPrimitives
 from ..protocol import HOST_CONTEXT, HOST_WORDS, field
+from .arrays import ArrayView, byte_range
 from .ring import (
     CHUNK,
     DECLINED,
@@ -66,6 +68,19 @@ where a later task took its chain. Of no meaning where `position` is another lap
 
 DEPS: Final = 8
 SCRATCH_WORDS: Final = 32
+ARGUMENTS: Final = (
+    "fill",
+    "host",
+    "tasks",
+    "accesses",
+    "wanted",
+    "lane",
+    "extra",
+    "extras",
+    "done",
+    "position",
+    "slots",
+)
 ORDER: Final = np.dtype(
     [
         (name, "<u8")
@@ -92,9 +107,11 @@ ORDER: Final = np.dtype(
             "high",
         )
     ]
+    + [(name, "<u8") for name in ARGUMENTS]
     + [("deps", "<u8", DEPS), ("sum", SEGMENT), ("task", "<u8", 16), ("access", ACCESS)]
 )
-"""All of the tracker. deps: positions that the task at hand waits for; sum, task, access: room to work in."""
+"""All of the tracker. fill: address of the compiled `make_fill_ordered`; host to extras: its arguments; done to
+slots: its answer. deps: positions that the task at hand waits for; sum, task, access: room to work in."""
 
 CHUNK_ENTRIES: Final = 32
 ENTRY: Final = np.dtype([("begin", "<u8"), ("segment", "<u8")])
@@ -105,22 +122,35 @@ NONE: Final = MASK_64
 """For `record`: there is no join."""
 
 
-def access_record(reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]) -> np.void:
+_RECORD: Final = struct.Struct("<16Q")
+assert _RECORD.size == ACCESS.itemsize
+
+
+def pack_ranges(reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]) -> bytes:
     """An ACCESS of byte ranges [first, end). Empty ones are left out, and reads of what is written too.
 
     Raises:
         ValueError: more than seven ranges.
     """
-    written = list(dict.fromkeys(each for each in writes if each[0] < each[1]))
-    read = [each for each in dict.fromkeys(reads) if each[0] < each[1] and each not in written]
-    ranges = [*written, *read]
+    written = [each for each in dict.fromkeys(writes) if each[0] < each[1]]
+    ranges = written + [each for each in dict.fromkeys(reads) if each[0] < each[1] and each not in written]
     if len(ranges) > MOST_RANGES:
         raise ValueError(f"{len(ranges)} ranges: a task touches at most {MOST_RANGES}")
-    record = np.zeros((), ACCESS)
-    record["writes"], record["count"] = len(written), len(ranges)
-    if ranges:
-        record["ranges"][: len(ranges)] = ranges
-    return record[()]  # type: ignore[no-any-return]
+    flat = [number for each in ranges for number in each]
+    return _RECORD.pack(len(written), len(ranges), *flat, *[0] * (2 * MOST_RANGES - len(flat)))
+
+
+def pack_access(views: Sequence[ArrayView], written: int) -> bytes:
+    """An ACCESS of what a call touches: the last `written` views are written, the others read. A view's range is
+    its extent, gaps included."""
+    ranges = []
+    for view in views:
+        if view.contiguous:
+            ranges.append((view.address, view.address + view.count * ITEMSIZE[view.dtype]))
+        else:
+            ranges.append(byte_range(view))
+    reads = len(ranges) - written
+    return pack_ranges(ranges[:reads], ranges[reads:])
 
 
 class Tracker:
@@ -171,6 +201,10 @@ class Tracker:
         parts["segments"]["writer"] = [at + size * (number + 1) for number in range(limit - 1)] + [0]
         state["free"], state["unused"] = at, limit
         self.address = int(self.state.ctypes.data)
+
+    def serve(self) -> None:
+        """Let the compiled functions use this tracker for submission."""
+        self.state["fill"] = compiled().fill.address
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -888,9 +922,9 @@ LANE: Final = np.dtype([("tail", "<u8"), ("begun", "<u8")])
 
 @cache
 def make_fill_ordered(m: HostPrimitives) -> Body:
-    """`fill_ordered(host, order, tasks, accesses, count, lane, extra, extras) -> (tasks, position, slots)`.
+    """`fill_ordered(order) -> 0`: put tasks into the ring, but for their stamps.
 
-    Claims and fills slots for up to `count` tasks, under the lock, and publishes nothing. `accesses`, `lane` and
+    Its arguments and answers are words of ORDER, so that it is compiled once for all who call it. Claims and fills slots for up to `count` tasks, under the lock, and publishes nothing. `accesses`, `lane` and
     `extra` are addresses, or 0: an ACCESS a task; a LANE whose tasks run in order; `extras` pairs of first and
     last position to wait for, which are the first task's alone where there is a lane. Answers how many tasks
     were taken and the slots to publish, a few more where joins or a nop came between.
@@ -905,6 +939,19 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
     collect, record, place, ensure_room, forget = t.collect, t.record, t.place, t.ensure_room, t.forget
     try_claim, status_of = make_try_claim(m), make_status_of(m)
     publish = make_publish(m)
+    (
+        HOST_AT,
+        TASKS_AT,
+        ACCESSES_AT,
+        WANTED_AT,
+        LANE_AT,
+        EXTRA_AT,
+        EXTRAS_AT,
+        DONE_AT,
+        POSITION_AT,
+        SLOTS_AT,
+    ) = (u64(field(ORDER, name)) for name in ARGUMENTS[1:])
+    OK = np.int32(0)
 
     WORDS, RETIRED = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_WORDS, "retired"))
     RING, MASK = u64(field(HOST_CONTEXT, "ring")), u64(field(HOST_CONTEXT, "mask"))
@@ -915,7 +962,7 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
     RUN = u64(field(NODE, "run"))
     BEGUN = u64(field(LANE, "begun"))
     ZERO, ONE, TWO, EIGHT, SIXTEEN, HALF = u64(0), u64(1), u64(2), u64(8), u64(16), u64(32)
-    TASK_SIZE, LOW_HALF, HIGH_HALF = u64(TASK_BYTES), u64(0xFFFFFFFF), u64(0xFFFFFFFF00000000)
+    TASK_SIZE, HIGH_HALF = u64(TASK_BYTES), u64(0xFFFFFFFF00000000)
     LINK, AFTER_0, AFTER_1, FOLLOW = (
         u64(flag << 32) for flag in (Flag.LINK, Flag.AFTER_0, Flag.AFTER_1, Flag.FOLLOW)
     )
@@ -1026,16 +1073,14 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
 
     run_to_join = m.device(run_to_join)
 
-    def fill_ordered(
-        host: Any,
-        order: Any,
-        tasks: Any,
-        accesses: Any,
-        count: Any,
-        lane: Any,
-        extra: Any,
-        extras: Any,
-    ) -> Any:
+    def fill_ordered(order: Any) -> Any:
+        host = load(order + HOST_AT)
+        tasks = load(order + TASKS_AT)
+        accesses = load(order + ACCESSES_AT)
+        count = load(order + WANTED_AT)
+        lane = load(order + LANE_AT)
+        extra = load(order + EXTRA_AT)
+        extras = load(order + EXTRAS_AT)
         ring = load(host + RING)
         mask = load(host + MASK)
         max_run = load(host + MAX_RUN_AT)
@@ -1043,8 +1088,11 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
         if wanted > MOST:
             wanted = MOST
         position, granted = try_claim(host, wanted)
+        store(order + DONE_AT, ZERO)
+        store(order + POSITION_AT, position)
+        store(order + SLOTS_AT, ZERO)
         if granted == ZERO:
-            return ZERO, position, ZERO
+            return OK
         retired = load_acquire_sys(load(host + WORDS) + RETIRED)
         at = position
         end = position + granted
@@ -1174,7 +1222,9 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
                 extras = ZERO
             at += ONE
             index += ONE
-        return index, position, at - position
+        store(order + DONE_AT, index)
+        store(order + SLOTS_AT, at - position)
+        return OK
 
     return m.device(fill_ordered)
 
@@ -1196,22 +1246,70 @@ def make_lock(m: HostPrimitives) -> Body:
 
 
 @cache
+def make_fill(m: HostPrimitives) -> Body:
+    """`fill(host, order, tasks, accesses, count, lane, extra, extras) -> (tasks, position, slots)`.
+
+    Calls the compiled `make_fill_ordered`, under the lock, which the caller has taken, and gives it back.
+    """
+    u64, load, store, store_release_sys, call = (
+        m.u64,
+        m.load_u64,
+        m.store_u64,
+        m.store_release_sys,
+        m.call_query,
+    )
+    (
+        FILL,
+        HOST_AT,
+        TASKS_AT,
+        ACCESSES_AT,
+        WANTED_AT,
+        LANE_AT,
+        EXTRA_AT,
+        EXTRAS_AT,
+        DONE_AT,
+        POSITION_AT,
+        SLOTS_AT,
+    ) = (u64(field(ORDER, name)) for name in ARGUMENTS)
+    UNLOCKED = u64(0)
+
+    def fill(
+        host: Any, order: Any, tasks: Any, accesses: Any, count: Any, lane: Any, extra: Any, extras: Any
+    ) -> Any:
+        store(order + HOST_AT, host)
+        store(order + TASKS_AT, tasks)
+        store(order + ACCESSES_AT, accesses)
+        store(order + WANTED_AT, count)
+        store(order + LANE_AT, lane)
+        store(order + EXTRA_AT, extra)
+        store(order + EXTRAS_AT, extras)
+        call(load(order + FILL), order)
+        done = load(order + DONE_AT)
+        position = load(order + POSITION_AT)
+        slots = load(order + SLOTS_AT)
+        # Release: who takes the lock next sees what was tracked. Pairs with the swap in lock.
+        store_release_sys(order, UNLOCKED)
+        return done, position, slots
+
+    return m.device(fill)
+
+
+@cache
 def make_submit_ordered(m: HostPrimitives) -> Body:
     """`submit(host, order, tasks, accesses, count, lane, extra, extras, until_ns, ranges, range_slots)`.
 
     As `ring.make_submit`, for tasks in order: see `make_fill_ordered`. Ranges hold joins too.
     """
     u64 = m.u64
-    load, store, store_release_sys = m.load_u64, m.store_u64, m.store_release_sys
-    load_acquire_sys = m.load_acquire_sys
-    fill_ordered, lock = make_fill_ordered(m), make_lock(m)
+    load, store, load_acquire_sys = m.load_u64, m.store_u64, m.load_acquire_sys
+    fill, lock = make_fill(m), make_lock(m)
     publish, retire = make_publish(m), make_retire(m)
     nobody_serves, relaunch = make_nobody_serves(m), make_relaunch(m)
     now_ns, pause = m.now_ns, m.pause
     WORDS, MASK = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "mask"))
     CLAIMED, RETIRED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "retired"))
-    ZERO, ONE, TWO, EIGHT, SIXTEEN = u64(0), u64(1), u64(2), u64(8), u64(16)
-    MOST, TASK_SIZE, ACCESS_SIZE, EVERY = u64(CHUNK), u64(TASK_BYTES), u64(ACCESS.itemsize), u64(63)
+    ZERO, ONE, EIGHT, SIXTEEN = u64(0), u64(1), u64(8), u64(16)
+    TASK_SIZE, ACCESS_SIZE, EVERY = u64(TASK_BYTES), u64(ACCESS.itemsize), u64(63)
 
     def submit(
         host: Any,
@@ -1239,10 +1337,7 @@ def make_submit_ordered(m: HostPrimitives) -> Body:
             if used + used > capacity:
                 retire(host)
             lock(order)
-            done, position, slots = fill_ordered(
-                host, order, tasks, accesses, count - submitted, lane, extra, extras
-            )
-            store_release_sys(order, ZERO)
+            done, position, slots = fill(host, order, tasks, accesses, count - submitted, lane, extra, extras)
             if slots == ZERO:
                 retire(host)
                 if nobody_serves(host) != ZERO and relaunch(host) != ZERO:
@@ -1286,9 +1381,8 @@ def make_submit_plain_ordered(m: HostPrimitives) -> Body:
     As `ring.make_submit_plain`, in the order of what x, y and out overlap.
     """
     u64 = m.u64
-    load, store, call_query, store_release_sys = m.load_u64, m.store_u64, m.call_query, m.store_release_sys
-    load_acquire_sys = m.load_acquire_sys
-    fill_ordered, lock = make_fill_ordered(m), make_lock(m)
+    load, store, call_query, load_acquire_sys = m.load_u64, m.store_u64, m.call_query, m.load_acquire_sys
+    fill, lock = make_fill(m), make_lock(m)
     publish, retire, relaunch = make_publish(m), make_retire(m), make_relaunch(m)
     WORDS, MASK = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "mask"))
     CLAIMED, RETIRED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "retired"))
@@ -1318,7 +1412,14 @@ def make_submit_plain_ordered(m: HostPrimitives) -> Body:
         store(task + INPUTS + EIGHT, y)
         store(task + OUTPUT, out)
         store(task + COUNT, count)
-        store(task + DTYPES_AT, ALL_F32)  # all other words are zero and stay so
+        word = REST
+        while word < TASK_SIZE:
+            store(task + word, ZERO)
+            word += EIGHT
+        store(task + INPUTS + SIXTEEN, ZERO)
+        store(task + INPUTS + SIXTEEN + EIGHT, ZERO)
+        store(task + OUTPUT + EIGHT, ZERO)
+        store(task + DTYPES_AT, ALL_F32)
         access = order + ACCESSED
         size = count << TWO
         store(access, ONE)
@@ -1337,8 +1438,7 @@ def make_submit_plain_ordered(m: HostPrimitives) -> Body:
             store(place + EIGHT, y + size)
             ranges += ONE
         store(access + ACCESS_COUNT, ranges)
-        done, position, slots = fill_ordered(host, order, task, access, ONE, ZERO, ZERO, ZERO)
-        store_release_sys(order, ZERO)
+        done, position, slots = fill(host, order, task, access, ONE, ZERO, ZERO, ZERO)
         if slots == ZERO:
             return ZERO, ANSWER_DECLINED
         unserved = publish(host, position, slots)
@@ -1354,7 +1454,7 @@ def make_submit_plain_ordered(m: HostPrimitives) -> Body:
 @cache
 def compiled() -> SimpleNamespace:
     """The functions for ordered submission, compiled to run without the GIL (some seconds, once a process)."""
-    from numba import njit, types
+    from numba import cfunc, njit, types
 
     from ..machines import cpu_memory as m
 
@@ -1364,12 +1464,11 @@ def compiled() -> SimpleNamespace:
         "submit": (make_submit_ordered, triple(*[u64] * 11)),
         "submit_plain": (make_submit_plain_ordered, pair(*[u64] * 9)),
     }
-    return SimpleNamespace(
-        **{
-            name: njit(signature, nogil=True)(make(m).py_func)
-            for name, (make, signature) in signatures.items()
-        }
-    )
+    fill = cfunc(types.int32(u64), error_model="numpy")(make_fill_ordered(m).py_func)
+    functions = {
+        name: njit(signature, nogil=True)(make(m).py_func) for name, (make, signature) in signatures.items()
+    }
+    return SimpleNamespace(fill=fill, **functions)
 
 
 @cache
