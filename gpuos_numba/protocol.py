@@ -208,7 +208,7 @@ SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
 TURN: Final = np.dtype([("gap", "<u4"), ("special", "<u4"), ("reason", "<u8")])
 """What the threads of the pump learn in one flight. gap: index of the first stamp that is not published;
-special: 1 where a tiled or linked task came; reason: ParkReason, 0 to go on."""
+special: what shape the window has, see device/pump.py; reason: ParkReason, 0 to go on."""
 
 assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
 assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT

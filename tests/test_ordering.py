@@ -21,7 +21,7 @@ F32 = np.float32
 )
 def test_random_programs_equal_sequential_execution(machine: str, settings: dict[str, Any]) -> None:
     with Runtime(machine, **settings) as rt:
-        assert check(rt, range(60 if not settings else 45)) == []
+        assert check(rt, range(80 if not settings else 40)) == []
 
 
 def test_a_value_that_many_read_is_overwritten_after_all_of_them(machine: str, arrays: Any) -> None:
@@ -160,3 +160,33 @@ def test_a_thousand_chains_of_five_are_a_thousand_runs(arrays: Any) -> None:
         rt._keeper.unpark()
         rt.synchronize(30)
         assert all((x == 5).all() for x in slots)
+
+
+def test_calls_that_follow_each_other_become_runs_where_they_come_together() -> None:
+    """One call at a time: the pump links what it finds in one window, to at most `max_run`."""
+    from gpuos_numba.descriptor import TASK, Flag
+
+    for max_run, count in ((256, 100), (7, 100), (1, 20)):
+        with Runtime("cpu", max_run=max_run, capacity=256) as rt:
+            rt.nop().wait(20)
+            rt._keeper.park()
+            assert rt._machine.wait_exited(10)
+            x, y = np.zeros(64, F32), np.zeros(64, F32)
+            first = rt.add(x, 1.0, out=x).position
+            for _ in range(count - 1):
+                rt.add(x, 1.0, out=x)
+            for _ in range(3):
+                rt.add(y, x, out=y)
+            rt._keeper.unpark()
+            rt.synchronize(20)
+            assert (x == count).all() and (y == 3 * count).all()
+            ring = rt._machine.read("device_ring").view(TASK)
+            flags = ring["flags"][first : first + count]
+            linked = (flags & Flag.LINK) != 0
+            waits = (flags & Flag.AFTER_0) != 0
+            assert not (waits[1:] & linked[:-1]).any(), "who is linked to need not wait"
+            assert (waits[1:] | linked[:-1]).all(), "everybody else does"
+            ends = np.flatnonzero(~np.append(linked[:-1], False))
+            assert np.diff(np.insert(ends, 0, -1)).max() <= max_run
+            if max_run == 256:
+                assert linked[:-1].sum() >= count - 4, "and all came together"
