@@ -1,8 +1,8 @@
-"""Random programs: a sequence of calls on a few overlapping buffers arrives, and whether it came out right leaves.
+"""Random programs: calls on a few overlapping buffers arrive, and whether they came out right leaves.
 
-The calls are run by a Runtime, which finds their order itself, and one after another by NumPy. Views are strided,
-reversed, misaligned and overlapping; some calls are large enough to be tiled, some update their input in place,
-and some programs are submitted as batches, through lanes, or from several places at once.
+The calls are run by a Runtime, which finds their order itself, and one after another by NumPy. Views are
+strided, reversed, misaligned and overlapping; some calls are large enough to be tiled, some update their input
+in place, and some programs are submitted as batches, through lanes, or as batches between single calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 import gpuos_numba as gpuos
-from gpuos_numba.errors import ArgumentError
 
 BUFFERS, LENGTH, LARGE = 4, 192, 40_000
 BINARY = ("add", "sub", "mul")
@@ -61,7 +60,7 @@ def _part(random: np.random.Generator, length: int, count: int) -> tuple[int, sl
 
 
 def sequential(buffers: list[np.ndarray], program: list[Step]) -> None:
-    """The truth. Values stay small: after each step they are what int8 would hold."""
+    """The truth, on integers that wrap: exact in any order of operations on one element."""
     for step in program:
         x, *rest = (buffers[b][part].copy() for b, part in step.inputs)
         buffer, part = step.out
@@ -162,6 +161,3 @@ def check(rt: gpuos.Runtime, seeds: range, tick: Callable[[], Any] = lambda: Non
             wrong.append(found)
         tick()
     return wrong
-
-
-__all__ = ["ArgumentError", "Step", "check", "run_one"]

@@ -1,7 +1,7 @@
 """Lanes: queues of tasks that run in order, beside each other.
 
-A lane is one word, the position of its last task, which the next one waits for (host/order.py). What is new here
-is for people: submitting to a lane, waiting between lanes, and priorities.
+A lane is one word, the position of its last task, which the next one waits for (host/order.py). What is new
+here is for people: submitting to a lane, waiting between lanes, and priorities.
 
 The ring is first in, first out, so priority is a matter of what gets into it: while a lane of a higher priority
 exists, work of lower ones is submitted in parts, each when few enough tasks are unfinished. That bounds what
