@@ -34,6 +34,12 @@ class Config:
             "none" leaves that to the caller.
         allow_device_operators: whether `inject` takes device bodies that a user wrote, see
             `gpuos_numba.device_operator`.
+        order: "auto" gives what one task after another would, whatever memory they share, and runs what is
+            independent in parallel; "lane" runs the tasks of a lane in order and looks at no memory, and what is
+            submitted outside any lane is a lane of its own; "none" orders nothing but lanes, linked batches
+            and `after=`.
+        low_priority_depth: tasks that lanes of lower priority may have unfinished while there is a lane of a
+            higher one.
     """
 
     capacity: int = 4096
@@ -49,6 +55,8 @@ class Config:
     start_position: int = 0
     input_order: str = "stream"
     allow_device_operators: bool = False
+    order: str = "auto"
+    low_priority_depth: int = 256
 
     def __post_init__(self) -> None:
         if not 2 <= self.capacity <= MAX_CAPACITY or self.capacity & (self.capacity - 1):
@@ -77,3 +85,7 @@ class Config:
             raise ArgumentError(f"start_position={self.start_position}: positions are 64-bit unsigned")
         if self.input_order not in ("stream", "none"):
             raise ArgumentError(f'input_order={self.input_order!r}: choose "stream" or "none"')
+        if self.order not in ("auto", "lane", "none"):
+            raise ArgumentError(f'order={self.order!r}: choose "auto", "lane" or "none"')
+        if self.low_priority_depth < 1:
+            raise ArgumentError(f"low_priority_depth={self.low_priority_depth}: at least one task must run")

@@ -77,6 +77,9 @@ class Flag(IntFlag):
     """After its last tile the task is called once more with `tile == tiles`, to join partial results."""
     PROGRAM = 32
     """A call of a resident program, whose tiles are its runs; see `protocol.PROGRAM_RUN`."""
+    FOLLOW = 64
+    """AFTER_0 names the position before, and neither task is tiled: where both come in one window, the pump
+    makes them a run, which needs no wait."""
 
 
 class Status(IntEnum):
@@ -120,6 +123,12 @@ DTYPE_NAMES: Final = {
 
 ITEMSIZE: Final = (1, 1, 1, 4, 8, 2, 2, 4, 8)
 """Bytes of an element, by DType code."""
+
+NOP_OP: Final = 0
+JOIN_OP: Final = 254
+"""The task that waits and does nothing else: for `count` positions that lie where inputs and outputs do, and
+for those from the first word of `scalars` on, as many as the second says."""
+MAX_JOINED: Final = MAX_INPUTS + MAX_OUTPUTS
 
 IMMEDIATE: Final = 15
 """In `TASK["dtypes"]`: the operand's address word is not an address but the value itself, a Python number."""

@@ -21,6 +21,7 @@ from .descriptor import (
     DTYPE_NAMES,
     FIFTH_INPUT,
     ITEMSIZE,
+    MASK_64,
     MAX_INPUTS,
     MAX_OUTPUTS,
     SCALAR_BYTES,
@@ -33,6 +34,7 @@ from .device.operators.table import Plan, castable
 from .errors import ArgumentError, DTypeError
 from .host.arrays import ArrayView, _contiguous_strides, _same_walk, byte_range, overlap, validate_output
 from .host.completion import Ticket
+from .host.order import ACCESS, MOST_RANGES, pack_ranges
 from .host.program import Schedule, place, schedule
 from .host.symbolic import WHOLE, Followed, SymbolicNumber, apply, follow
 from .protocol import (
@@ -627,6 +629,16 @@ class Program:
                 return self._enqueue(copy, resolved, arrays, handed, given, owners, after, timeout_s)
         return self._enqueue(copy, resolved, arrays, handed, given, owners, after, timeout_s)
 
+    @staticmethod
+    def _accesses(resolved: _Resolved, arrays: dict[int, ArrayView]) -> np.ndarray[Any, Any]:
+        """What a call may write, for the order of tasks: all of its arrays, or where they are too many to tell,
+        or some were captured, all memory."""
+        ranges = [byte_range(view) for view in arrays.values()]
+        captured = any(root.kind == "constant" for root in resolved.body.trace.roots)
+        if captured or len(ranges) > MOST_RANGES:
+            ranges = [(0, MASK_64)]
+        return np.frombuffer(pack_ranges((), ranges), ACCESS)
+
     def _enqueue(
         self,
         copy: _Copy,
@@ -658,7 +670,10 @@ class Program:
             else:
                 tickets.append(last)
         held = [owners, self, table, copy.arena, copy.done[layout], layout]
-        ticket = runtime._send(self._task, "program", handed, held, False, tickets or None, timeout_s)
+        accesses = self._accesses(resolved, arrays) if runtime._tracks else None
+        ticket = runtime._send(
+            self._task, "program", handed, held, False, tickets or None, timeout_s, accesses
+        )
         # Only now: a call that was refused has changed nothing that the next one relies on.
         table.content, table.ticket, copy.ticket = content, ticket, ticket
         table.groups = id(resolved), resolved.version

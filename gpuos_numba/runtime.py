@@ -25,10 +25,12 @@ from .config import Config
 from .descriptor import (
     DTYPE_NAMES,
     FIFTH_INPUT,
+    JOIN_OP,
     LAYOUT,
     MASK_64,
     MAX_INPUTS,
     MAX_OUTPUTS,
+    NOP_OP,
     SCALAR_BYTES,
     TASK,
     TASK_BYTES,
@@ -49,12 +51,15 @@ from .errors import (
     WaitTimeout,
 )
 from .host import calls, ring
+from .host import order as ordered
 from .host.arrays import ArrayView, empty_like_on, validate_output
 from .host.board import Board, Figures
 from .host.calls import Calls
 from .host.completion import Ticket, explain
+from .host.lanes import Lane, Lanes
 from .host.layouts import LayoutTable
 from .host.lease import Keeper
+from .host.order import ACCESS, LANE, Tracker, pack_access
 from .host.streams import Streams
 from .host.trace import RECORDS, Trace, ring_bytes
 from .host.watch import Watch
@@ -74,6 +79,8 @@ _NO_SCALARS = bytes(SCALAR_BYTES)
 _SLICE_NS: Final = 10_000_000
 """Compiled waits come back to Python this often, so that Ctrl-C is seen."""
 _RANGES: Final = 256
+_LAST_OUTPUT: Final = 3 + MAX_INPUTS + MAX_OUTPUTS
+"""Where a descriptor's fields have the address of the second output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +116,7 @@ class Batch:
 
     Attributes:
         tasks: the descriptors, `descriptor.TASK` records.
+        accesses: the memory that each reads and writes, `host.order.ACCESS` records.
         operator: name for messages.
         outputs: the output of each task.
     """
@@ -120,8 +128,10 @@ class Batch:
         outputs: list[Any],
         owners: list[Any],
         walks: list[Any],
+        accesses: np.ndarray[Any, Any],
     ) -> None:
         self.tasks = tasks
+        self.accesses = accesses
         self.operator = operator
         self.outputs = outputs
         self._owners = owners  # the arrays of each task
@@ -143,6 +153,7 @@ class Batch:
             self.outputs[which],
             self._owners[which],
             self._walks[which],
+            self.accesses[which].copy(),
         )
         part._sources, part._streams = self._sources, self._streams
         return part
@@ -159,6 +170,7 @@ class Batch:
             [output for batch in batches for output in batch.outputs],
             [owner for batch in batches for owner in batch._owners],
             [walk for batch in batches for walk in batch._walks],
+            np.concatenate([batch.accesses for batch in batches]),
         )
         for batch in batches:
             whole._sources |= batch._sources
@@ -171,6 +183,11 @@ class _PerThread(threading.local):
 
     def __init__(self) -> None:
         self.task = np.zeros(1, TASK)
+        self.access = np.zeros(1, ACCESS)
+        self.lane = np.zeros(1, LANE)
+        self.lane_address = int(self.lane.ctypes.data)
+        self.access_address = int(self.access.ctypes.data)
+        self.access_buffer = self.access.view(np.uint8).data
         self.ranges = np.zeros((_RANGES, 2), np.uint64)
         self.task_address = int(self.task.ctypes.data)
         self.ranges_address = int(self.ranges.ctypes.data)
@@ -238,6 +255,12 @@ def _operand(view: Any) -> Operand | None:
     return Operand(dtype, (), (), True, True)
 
 
+def _written(operator: Operator, head: list[Any]) -> int:
+    """How many of a call's views are written, at the end of them: outputs, and the workspace."""
+    workspace = operator.outputs < MAX_OUTPUTS and head[_LAST_OUTPUT] != 0
+    return operator.outputs + workspace
+
+
 def _immediate(value: float, number: DType, operator: str) -> int:
     """A Python number as the word that travels in place of an address."""
     if number is DType.F32:
@@ -281,7 +304,8 @@ class Runtime:
         device: which GPU.
         config: settings; single fields may be given as keywords instead.
 
-    Tasks are unordered unless `after=` or a linked batch says so.
+    A sequence of calls gives what one after the other would, see `Config.order`; several threads, what the calls
+    would in the order in which they were taken.
 
     Raises:
         ArgumentError: a setting makes no sense.
@@ -309,6 +333,13 @@ class Runtime:
         self._start = self.config.start_position
         self._layouts = LayoutTable(arrays.layouts.view(LAYOUT), self._publish_layouts, self._drain)
         self._local = _PerThread()
+        self._ordered = ordered.compiled()
+        self._tracker = Tracker(self.config.capacity)
+        self._tracker.serve()
+        self._order = self._tracker.address
+        self._tracks = self.config.order == "auto"
+        self._lanes = Lanes(self.config.order == "lane", self.config.low_priority_depth)
+        self._lanes.begin(self)
         self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
         self._reported = 0  # failures that synchronize has raised for
         self._injected = Injected()
@@ -322,6 +353,8 @@ class Runtime:
         self._prepared: set[int] = set()  # kernels that this Runtime has used
         self._recorders: dict[int, Recorder] = {}  # by thread: who takes its calls instead of the ring
         self._tables = TableSpace(arrays.tables, self._machine.tables_address)
+        for op_id in (NOP_OP, JOIN_OP):  # what ordering puts between tasks
+            self._prepare(op_id)
         self._ordinal = device
         self._torch: Any = None
         self._query = 0
@@ -365,7 +398,7 @@ class Runtime:
             op: name of an operator, see `gpuos_numba.operators()`; or what `inject` returned.
             inputs: arrays, broadcast against each other by NumPy's rules.
             out: array of the broadcast shape to write; None allocates one like the first input.
-            after: at most two tickets of this Runtime that must complete before.
+            after: tickets of this Runtime that must complete before, besides what `Config.order` asks for.
             timeout_s: how long to wait for room in a full ring; None takes `Config.submit_timeout_s`.
             scalars: the operator's parameters.
 
@@ -393,12 +426,9 @@ class Runtime:
         after: Ticket | Sequence[Ticket] | None = None,
         **scalars: Any,
     ) -> Ticket | None:
-        """Like `submit`, but None at once where the ring is full, or `after` is a batch still running."""
+        """Like `submit`, but None at once where the ring is full."""
         if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
             return cast("Ticket", recorder.submit(op, inputs, out, after, scalars))
-        for ticket in after if isinstance(after, list | tuple) else (after,):
-            if isinstance(ticket, Ticket) and len(ticket) > 1 and not ticket._linked and not ticket.done:
-                return None
         try:
             return self._submit_one(op, inputs, out, after, 0.0, scalars)
         except QueueFull:
@@ -419,20 +449,23 @@ class Runtime:
         """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing."""
         self._check_open()
         operator = self._operator(op)
-        records, outputs, owners, walks = [], [], [], []
+        records, outputs, owners, walks, accesses = [], [], [], [], []
         streams: set[int] = set()
         sources: dict[type, Any] = {}
         for inputs, out in calls:
             views, output, head, walk = self._check(operator, inputs, out, scalars)
             records.append(_TASK.pack(*head))
+            accesses.append(pack_access(views, _written(operator, head)))
             outputs.append(output)
             owners.append(tuple(view.owner for view in views))
             walks.append(walk)
             sources.update({type(view.owner): view.owner for view in views})
             streams.update(view.stream for view in views if view.stream is not None)
         tasks = np.frombuffer(b"".join(records), TASK).copy()
+        touched = np.frombuffer(b"".join(accesses), ACCESS).copy()
         # The operator, too: its bodies stay in every generation while somebody holds it.
-        batch = Batch(tasks, operator.name, outputs, [(*group, operator) for group in owners], walks)
+        held = [(*group, operator) for group in owners]
+        batch = Batch(tasks, operator.name, outputs, held, walks, touched)
         batch._streams, batch._sources = streams, sources
         return batch
 
@@ -444,12 +477,36 @@ class Runtime:
         after: Ticket | Sequence[Ticket] | None = None,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """Enqueue all tasks of a batch. linked=True makes them a chain: each runs after the one before, and
-        small neighbours run in one block.
+        """Enqueue all tasks of a batch, as calls one after another would; what each touches was found out when
+        the batch was made. linked=True makes them a chain whatever they touch: each runs after the one before.
+        Small tasks that depend on their neighbour run in one block.
 
         Raises:
             QueueFull: the ring stayed full; the message says how many tasks were enqueued before.
         """
+        return self._submit_batch(batch, linked, after, timeout_s, None)
+
+    def lane(self, name: str | None = None, priority: int = 0) -> Lane:
+        """A queue whose tasks run in order, beside other lanes.
+
+        Args:
+            name: for people.
+            priority: work of a lower one is held back while lanes of a higher one exist: at most
+                `Config.low_priority_depth` tasks of it, and as many for each thread that submits such work, lie
+                ahead of a task of this lane. Who submits more waits in the call. What is submitted outside
+                any lane has priority 0.
+        """
+        self._check_open()
+        return self._lanes.make(self, name, priority)
+
+    def _submit_batch(
+        self,
+        batch: Batch,
+        linked: bool,
+        after: Ticket | Sequence[Ticket] | None,
+        timeout_s: float | None,
+        lane: Lane | None,
+    ) -> Ticket:
         self._check_open()
         if len(batch) == 0:
             raise ArgumentError("an empty batch: give it at least one call")
@@ -459,14 +516,34 @@ class Runtime:
             self._streams.settle(list(batch._sources.values()), list(batch._streams), timeout_s)
         out = batch.outputs
         if not batch._distinct:
-            return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
+            return self._send(
+                batch.tasks,
+                batch.operator,
+                out,
+                batch._owners,
+                linked,
+                after,
+                timeout_s,
+                batch.accesses,
+                lane,
+            )
         with self._layouts.using(len(batch._distinct)):
             if batch._epoch != self._layouts.epoch:
                 for task, walks in zip(batch.tasks, batch._walks, strict=True):
                     if walks is not None:
                         self._intern(task["layouts"], walks)
                 batch._epoch = self._layouts.epoch
-            return self._send(batch.tasks, batch.operator, out, batch._owners, linked, after, timeout_s)
+            return self._send(
+                batch.tasks,
+                batch.operator,
+                out,
+                batch._owners,
+                linked,
+                after,
+                timeout_s,
+                batch.accesses,
+                lane,
+            )
 
     def after_stream(self, stream: Any = None, timeout_s: float | None = None) -> Ticket:
         """Tasks submitted from now on, by any thread, wait until a CUDA stream has done its work so far.
@@ -1052,25 +1129,16 @@ class Runtime:
             self._machine.prepare(op_id)
             self._prepared.add(op_id)
 
-    def _afters(self, after: Ticket | Sequence[Ticket] | None) -> tuple[int, int, int]:
+    def _afters(self, after: Ticket | Sequence[Ticket] | None) -> list[tuple[int, int]]:
+        """First and last positions to wait for."""
         if after is None:
-            return 0, 0, 0
-        tickets = tuple(after) if isinstance(after, Iterable) else (after,)
-        positions = []
-        for ticket in tickets:
+            return []
+        pairs: list[tuple[int, int]] = []
+        for ticket in tuple(after) if isinstance(after, Iterable) else (after,):
             if not isinstance(ticket, Ticket) or ticket._runtime is not self:
                 raise ArgumentError(f"after={ticket!r}: give tickets of this Runtime")
-            if len(ticket) > 1:
-                # The last task of an unlinked batch may be done before others: wait for those here.
-                if ticket.done:
-                    continue
-                if not ticket._linked:
-                    ticket.wait()
-                    continue
-            positions.append(ticket.position)
-        if len(positions) > 2:
-            raise ArgumentError(f"{len(positions)} tickets in after=: a task waits for at most two")
-        return len(positions), *[*positions, 0, 0][:2]  # type: ignore[return-value]
+            pairs += ticket._last
+        return pairs
 
     # --- the short way ---
 
@@ -1086,13 +1154,15 @@ class Runtime:
             return False
         device = (2, self._ordinal) if self.machine == "cuda" else (1, 0)
         query = self._machine.stream_query if self._settle else 0  # type: ignore[attr-defined]
-        self._calls = Calls(self._address, api, device, query)
+        self._calls = Calls(self._address, api, device, query, self._order if self._tracks else 0)
         return True
 
     def _short(
         self, operator: Operator, inputs: Sequence[Any], out: Any, given: dict[str, Any]
     ) -> Ticket | None:
         """A ticket where the same call was checked before; None where anything is out of the ordinary."""
+        if not self._lanes.simple:
+            return None
         known = self._calls
         if known is None:
             if self._tensors or self._trace is not None or not self._make_calls():
@@ -1203,6 +1273,7 @@ class Runtime:
         after: Any,
         timeout_s: float | None,
         scalars: dict[str, Any],
+        lane: Lane | None = None,
     ) -> Ticket | None:
         if self._closed or os.getpid() != self._pid:
             self._check_open()
@@ -1214,17 +1285,25 @@ class Runtime:
             self._streams.settle(owners, streams, timeout_s)
         owners.append(operator)  # its bodies stay in every generation while a task of it is under way
         local = self._local
+        accesses = None
+        if self._tracks:
+            accesses = local.access
+            local.access_buffer[:] = pack_access(views, _written(operator, head))
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)
             if self._calls is not None and operator.family != INJECTED:
                 self._learn(operator, inputs, out, scalars, views, local.task, calls.ALWAYS)
-            return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
+            return self._send(
+                local.task, operator.name, output, owners, False, after, timeout_s, accesses, lane
+            )
         with self._layouts.using():
             _TASK.pack_into(local.buffer, 0, *head)
             self._intern(local.task["layouts"][0], walks)
             if self._calls is not None and operator.family != INJECTED:
                 self._learn(operator, inputs, out, scalars, views, local.task, self._calls.epoch)
-            return self._send(local.task, operator.name, output, owners, False, after, timeout_s)
+            return self._send(
+                local.task, operator.name, output, owners, False, after, timeout_s, accesses, lane
+            )
 
     def _send(
         self,
@@ -1235,28 +1314,51 @@ class Runtime:
         linked: bool,
         after: Any,
         timeout_s: float | None,
+        accesses: np.ndarray[Any, Any] | None = None,
+        lane: Lane | None = None,
     ) -> Ticket:
-        afters, after_0, after_1 = self._afters(after)
+        """Put tasks into the ring, in the order that `accesses` (None: they touch nothing), `lane` (None: the
+        Runtime's own, if it has one) and `after` ask for."""
         if timeout_s is None:
             timeout_s = self.config.submit_timeout_s
         trace = self._trace
         began = trace.begin(f"submit {operator}") if trace is not None else (0, None)
-        local, submit = self._local, self._host.submit
+        local, submit = self._local, self._ordered.submit
+        pairs = self._afters(after)
+        lane = lane or self._lanes.own
+        if lane is not None:
+            pairs += lane._take_waits()
+            in_order = lane.address
+        elif linked:
+            local.lane["begun"] = 0
+            in_order = local.lane_address
+        else:
+            in_order = 0
+        extras = np.array(pairs, np.uint64) if pairs else None
+        extra = 0 if extras is None else int(extras.ctypes.data)
         count, sent = len(tasks), 0
         ranges: list[tuple[int, int]] = []
         address = int(tasks.ctypes.data) if tasks is not local.task else local.task_address
+        touched = 0
+        if accesses is not None and self._tracks:
+            touched = int(accesses.ctypes.data) if accesses is not local.access else local.access_address
+        held_back = self._lanes.limit(lane)
+        step = held_back or count
         deadline = 0
         while sent < count:
             now = time.monotonic_ns()
             deadline = deadline or now + int(timeout_s * 1e9)
+            if held_back:
+                self._hold_back(held_back, deadline)
             done, written, nobody_serves = submit(
                 self._address,
+                self._order,
                 address + sent * TASK_BYTES,
-                count - sent,
-                linked,
-                afters,
-                after_0,
-                after_1,
+                touched and touched + sent * TASK_BYTES,
+                min(count - sent, step),
+                in_order,
+                extra,
+                len(pairs) if sent == 0 or not in_order else 0,
                 min(deadline, now + _SLICE_NS),
                 local.ranges_address,
                 _RANGES,
@@ -1270,8 +1372,6 @@ class Runtime:
             sent += done
             if done:
                 self._held.append(((ranges[-1][0] + ranges[-1][1]) & MASK_64, owners))
-                if linked:
-                    afters, after_0 = 1, (ranges[-1][0] + ranges[-1][1] - 1) & MASK_64
             if nobody_serves:
                 self._keeper.ensure_served()
             # Still parked after that: launches are held back, and the deadline holds all the same.
@@ -1287,8 +1387,22 @@ class Runtime:
         if trace is not None:
             trace.submitted(began, operator, ranges)
         ticket = Ticket(self, operator, ranges, out)
-        ticket._linked = linked
+        ticket._linked, ticket._count = bool(in_order), count
         return ticket
+
+    def _hold_back(self, depth: int, deadline_ns: int) -> None:
+        """Wait until no more than `depth` tasks are unfinished, or until the deadline."""
+        while True:
+            self._host.retire(self._address)
+            retired = int(self._words["retired"][0])
+            over = ((int(self._words["claimed"][0]) - retired) & MASK_64) - depth
+            left_s = (deadline_ns - time.monotonic_ns()) * 1e-9
+            if over <= 0 or left_s <= 0:
+                return
+            try:
+                self._wait([(retired, over)], left_s)
+            except WaitTimeout:
+                return
 
     # --- the way back ---
 
@@ -1466,9 +1580,15 @@ def _plain_torch(self: Runtime, op_id: int, x: Any, y: Any, out: Any) -> Ticket 
     size = 4 * count
     if (at_out != at_x and -size < at_out - at_x < size) or (at_out != at_y and -size < at_out - at_y < size):
         return None
-    position, answer = self._host.submit_plain(
-        self._address, op_id, at_x, at_y, at_out, count, self._query, self._current_stream(device)
-    )
+    stream = self._current_stream(device)
+    if self._tracks:
+        position, answer = self._ordered.submit_plain(
+            self._address, self._order, op_id, at_x, at_y, at_out, count, self._query, stream
+        )
+    else:
+        position, answer = self._host.submit_plain(
+            self._address, op_id, at_x, at_y, at_out, count, self._query, stream
+        )
     if answer == ring.DECLINED:
         return None
     held = self._held
@@ -1496,6 +1616,7 @@ def _sugar(operator: Operator) -> Any:
             plain
             and after is None
             and self._plain
+            and self._lanes.simple
             and len(inputs) == limit
             and not scalars
             and not self._closed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..descriptor import LAYOUT_BYTES, STATUS_BITS, TASK_BYTES, Flag, offset
+from ..descriptor import LAYOUT_BYTES, MASK_64, STATUS_BITS, TASK_BYTES, Flag, offset
 from ..machines.base import Body, Primitives
 from ..protocol import (
     CONTEXT,
@@ -37,11 +37,15 @@ from .program import make_copy_table
 from .ring import make_leave, make_log2, make_queue_entry, make_share_context
 from .trace import TRACE_NUMBER, TRACE_TILE, make_open, make_record
 
-# A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | program << 62 |
-# linked << 63. `run` and `tiles` are the descriptor's second word as it stands.
+# A task's meta word, kept in scratch while the window is handed out: run | tiles << 32 | follows << 61 |
+# program << 62 | linked << 63. `run` and `tiles` are the descriptor's second word as it stands.
 META_LINKED = 63
 META_PROGRAM = 62
+META_FOLLOWS = 61
 META_TILES = 32
+
+SPECIAL_SHAPED, SPECIAL_FOLLOWED = 1, 2
+"""What TURN.special says of a window: some task is tiled or linked; some task follows the one before it."""
 
 QUIET_WINDOW = 4
 """Stamps watched while nothing comes: one 32-byte sector, the least that a read over the bus brings."""
@@ -62,7 +66,7 @@ def make_pump(m: Primitives) -> Body:
     open_trace, record_trace = make_open(m), make_record(m)
     TRACE, TO_NUMBER, TO_TILE = u64(field(CONTEXT, "trace")), u64(TRACE_NUMBER), u64(TRACE_TILE)
     INGEST, LAUNCH = u64(TraceKind.INGEST), u64(TraceKind.LAUNCH)
-    fly, copy_layouts = _make_fly(m), _make_copy_layouts(m)
+    fly, link, copy_layouts = _make_fly(m), _make_link(m), _make_copy_layouts(m)
     hand_out, decide = _make_hand_out(m), _make_decide(m)
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
@@ -75,6 +79,7 @@ def make_pump(m: Primitives) -> Body:
     KNOWN_LAYOUTS = u64(field(DEVICE_STATE, "layouts"))
     ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
     SIXTEEN, THIRTY_TWO, CONTROL = u64(16), u64(32), u64(SCRATCH_CONTROL)
+    FOLLOWED = u64(SPECIAL_FOLLOWED)
     QUIET_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(WINDOW)
     TURNS, LAST_TURN, TURN_SIZE = u64(SCRATCH_TURNS), u64(2), u64(TURN.itemsize)
     GAP, SPECIAL, REASON = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(field(TURN, "reason"))
@@ -177,6 +182,9 @@ def make_pump(m: Primitives) -> Body:
             held = load_u64(record + HELD_AT)
             if ready != ZERO:
                 interned = load_u64(scratch + NEW_LAYOUTS)
+                if special == FOLLOWED:
+                    link(context, scratch, cursor, ready)
+                    barrier()
                 if interned != layouts:
                     copy_layouts(context, layouts, interned)
                     layouts = interned
@@ -255,7 +263,8 @@ def _make_fly(m: Primitives) -> Body:
     HALF, LOW_HALF, LINK = u64(32), u64(0xFFFFFFFF), u64(Flag.LINK)
     PROGRAM, TO_PROGRAM = u64(Flag.PROGRAM), u64(META_PROGRAM)
     TASK_SIZE, CHUNKS = u64(TASK_BYTES), u64(TASK_BYTES // 16)
-    TO_LINKED, TILES_AND_RUN = u64(META_LINKED), u64(0xFFFFFFFFFFFF)
+    TO_LINKED, TO_FOLLOWS, TILES_AND_RUN = u64(META_LINKED), u64(META_FOLLOWS), u64(0xFFFFFFFFFFFF)
+    FOLLOW, SHAPED, FOLLOWED = u64(Flag.FOLLOW), u64(SPECIAL_SHAPED), u64(SPECIAL_FOLLOWED)
     GAP, SPECIAL, META = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(SCRATCH_META)
     HELD_AT, HELD_BIT = u64(field(TURN, "held")), u64(HELD)
     assert offset("op_id") == 0 and offset("flags") == 4 and offset("run") == 8 and offset("tiles") == 12
@@ -265,12 +274,15 @@ def _make_fly(m: Primitives) -> Body:
         store_pair(ring, low, high)
         if chunk & SEVEN == ZERO:
             flags = low >> HALF
-            linked = (flags & LINK) << TO_LINKED
+            meta = (high & TILES_AND_RUN) | ((flags & LINK) << TO_LINKED)
             if flags & PROGRAM != ZERO:
-                linked |= ONE << TO_PROGRAM
-            store_u64(scratch + META + chunk, (high & TILES_AND_RUN) | linked)
-            if linked != ZERO or (high & LOW_HALF) > ONE or (high >> HALF) > ONE:
-                shared_max_u32(record + SPECIAL, ONE)
+                meta |= ONE << TO_PROGRAM
+            if flags & FOLLOW != ZERO:
+                meta |= ONE << TO_FOLLOWS
+                shared_max_u32(record + SPECIAL, FOLLOWED)
+            elif flags & (LINK | PROGRAM) != ZERO or (high & LOW_HALF) > ONE or (high >> HALF) > ONE:
+                shared_max_u32(record + SPECIAL, SHAPED)
+            store_u64(scratch + META + chunk, meta)
 
     place = m.device(place)
 
@@ -349,6 +361,46 @@ def _make_fly(m: Primitives) -> Body:
     return m.device(fly)
 
 
+def _make_link(m: Primitives) -> Body:
+    """`link(context, scratch, cursor, ready)`: make runs of tasks that follow the one before them.
+
+    None of the window has been handed out, so nobody else looks at these descriptors: a task that follows is
+    linked to the one before, and need not wait for it. The first of a window has nothing to be linked to: it
+    waits, as its descriptor says.
+    """
+    u64 = m.u64
+    thread_index, block_width = m.thread_index, m.block_width
+    load_u64, store_u64 = m.load_u64, m.store_u64
+    DEVICE_RING, MASK = u64(field(CONTEXT, "device_ring")), u64(field(CONTEXT, "mask"))
+    ZERO, ONE, EIGHT, TASK_SIZE = u64(0), u64(1), u64(8), u64(TASK_BYTES)
+    META, TO_FOLLOWS = u64(SCRATCH_META), u64(META_FOLLOWS)
+    LINK, WAITS_NOT = u64(Flag.LINK << 32), u64(MASK_64 & ~(Flag.AFTER_0 << 32))
+
+    def link(context: Any, scratch: Any, cursor: Any, ready: Any) -> None:
+        mask = load_u64(context + MASK)
+        ring = load_u64(context + DEVICE_RING)
+        index = thread_index()
+        while index < ready:
+            follows = ZERO
+            if index > ZERO:
+                follows = (load_u64(scratch + META + index * EIGHT) >> TO_FOLLOWS) & ONE
+            followed = ZERO
+            if index + ONE < ready:
+                followed = (load_u64(scratch + META + (index + ONE) * EIGHT) >> TO_FOLLOWS) & ONE
+            if follows | followed != ZERO:
+                place = ring + ((cursor + index) & mask) * TASK_SIZE
+                # Plain: this block stored it, and a barrier lies in between.
+                head = load_u64(place)
+                if follows != ZERO:
+                    head &= WAITS_NOT
+                if followed != ZERO:
+                    head |= LINK
+                store_u64(place, head)
+            index += block_width()
+
+    return m.device(link)
+
+
 def _make_copy_layouts(m: Primitives) -> Body:
     """`copy_layouts(context, have, interned)`: bring layouts [have, interned) to the device table.
 
@@ -380,7 +432,8 @@ def _make_hand_out(m: Primitives) -> Body:
 
     Puts the window's items into the queue and returns the new (items, floor, retired). A task that stands
     alone is one item, a tiled one `tiles` items, and a run one item, handed out with its last member: the
-    pump needs no memory of runs it has seen only in part, not even across a park.
+    pump needs no memory of runs it has seen only in part, not even across a park. Runs that link has made end
+    with the window.
     """
     u64, barrier = m.u64, m.barrier
     thread_index, block_width = m.thread_index, m.block_width
@@ -395,6 +448,7 @@ def _make_hand_out(m: Primitives) -> Body:
     LOW_HALF, TILES_MASK = u64(0xFFFFFFFF), u64(0xFFFF)
     TO_LINKED, TO_TILES, TOP_BIT = u64(META_LINKED), u64(META_TILES), u64(1 << 63)
     PROGRAM = u64(1 << META_PROGRAM)
+    TO_FOLLOWS = u64(META_FOLLOWS)
     STATUS_SHIFT = u64(STATUS_BITS)
     META, FLOOR = u64(SCRATCH_META), u64(SCRATCH_FLOOR)
 
@@ -470,11 +524,20 @@ def _make_hand_out(m: Primitives) -> Body:
             items += ready
         else:
             number = ZERO
+            run = ZERO  # members of the run so far
+            following = load_u64(scratch + META)
             while number < ready:
-                meta = load_u64(scratch + META + number * EIGHT)
+                meta = following
                 position = cursor + number
-                if meta >> TO_LINKED == ZERO:
+                if number != ZERO and (meta >> TO_FOLLOWS) & ONE != ZERO:
+                    run += ONE
+                else:
                     run = meta & LOW_HALF
+                open = meta >> TO_LINKED
+                if number + ONE < ready:
+                    following = load_u64(scratch + META + (number + ONE) * EIGHT)
+                    open |= (following >> TO_FOLLOWS) & ONE
+                if open == ZERO:
                     tiles = (meta >> TO_TILES) & TILES_MASK
                     first = position
                     if run > ONE:

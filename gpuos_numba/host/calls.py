@@ -21,8 +21,9 @@ import numpy as np
 
 from ..descriptor import FIFTH_INPUT, MAX_INPUTS, TASK, TASK_BYTES, TASK_WORDS, offset
 from ..machines.base import Body, HostPrimitives
-from ..protocol import HOST_CONTEXT, field
+from ..protocol import HOST_CONTEXT, HOST_WORDS, field
 from .arrays import ArrayView, byte_range
+from .order import ACCESS, ORDER, make_fill, make_lock
 from .ring import make_publish, make_retire, make_try_claim
 
 DECLINED, SENT, SENT_UNSERVED, WANTS = 0, 1, 2, 3
@@ -58,6 +59,7 @@ ENTRY: Final = np.dtype(
 CACHE: Final = np.dtype(
     [
         ("host", "<u8"),  # HOST_CONTEXT
+        ("order", "<u8"),  # host.order.ORDER, 0 where tasks are not ordered by what they touch
         ("read", "<u8"),  # DLPack's dltensor_from_py_object_no_sync
         ("stream", "<u8"),  # DLPack's current_work_stream, 0 where streams do not matter
         ("clear", "<u8"),  # PyErr_Clear
@@ -96,6 +98,7 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
         m.call_query,
     )
     try_claim, publish, retire = make_try_claim(m), make_publish(m), make_retire(m)
+    fill, lock = make_fill(m), make_lock(m)
 
     def of(name: str) -> Any:
         return u64(field(CACHE, name))
@@ -103,6 +106,12 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
     def at(name: str) -> Any:
         return u64(field(ENTRY, name))
 
+    ORDER_AT, SCRATCH_TASK, SCRATCH_ACCESS = (
+        of("order"),
+        u64(field(ORDER, "task")),
+        u64(field(ORDER, "access")),
+    )
+    ACCESS_COUNT, ACCESS_RANGES = u64(field(ACCESS, "count")), u64(field(ACCESS, "ranges"))
     HOST, READ, STREAM, CLEAR, QUERY = of("host"), of("read"), of("stream"), of("clear"), of("query")
     DEVICE, EPOCH, TABLE_AT, ENTRIES_AT = of("device"), of("epoch"), of("table"), of("entries")
     CURRENT, TENSORS, KEY, SENT_AT = of("current"), of("tensors"), of("key"), of("sent")
@@ -117,6 +126,9 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
     )
     ENTRY_SIZE, TENSOR_SIZE, TASK_SIZE = u64(ENTRY.itemsize), u64(TENSOR_BYTES), u64(TASK_BYTES)
     RING, MASK = u64(field(HOST_CONTEXT, "ring")), u64(field(HOST_CONTEXT, "mask"))
+    WORDS = u64(field(HOST_CONTEXT, "words"))
+    CLAIMED, RETIRED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "retired"))
+    load_acquire_sys = m.load_acquire_sys
     TABLE_MASK, MOST_WORDS, ALWAYS_VALID = u64(TABLE - 1), u64(KEY_WORDS), u64(ALWAYS)
     DEVICE_AT, NDIM_AT, SHAPE_AT, STRIDES_AT, BYTES_AT = (
         u64(each) for each in (_DEVICE, _NDIM_DTYPE, _SHAPE, _STRIDES, _BYTE_OFFSET)
@@ -215,6 +227,60 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
 
     free_of_overlap = m.device(free_of_overlap)
 
+    def write(entry: Any, tensors: Any, count: Any, task: Any) -> None:
+        """A descriptor: the template with these addresses."""
+        index = ZERO
+        while index < TASK_SIZE:
+            store_u64(task + index, load_u64(entry + E_TASK + index))
+            index += EIGHT
+        index = ZERO
+        while index < count:
+            place = load_u64(entry + E_PLACE + index * EIGHT)
+            store_u64(task + place, load_u64(tensors + index * TENSOR_SIZE))
+            index += ONE
+
+    write = m.device(write)
+
+    def add_ranges(entry: Any, tensors: Any, count: Any, access: Any, written: Any, ranges: Any) -> Any:
+        """Append what the operands reach that are written (1) or not (0); how many ranges there are then."""
+        index = ZERO
+        while index < count:
+            base = load_u64(tensors + index * TENSOR_SIZE)
+            low = base + load_u64(entry + E_LOW + index * EIGHT)
+            high = base + load_u64(entry + E_HIGH + index * EIGHT)
+            if load_u64(entry + E_WRITES + index * EIGHT) == written and low != high:
+                place = access + ACCESS_RANGES
+                known = ZERO
+                while known < ranges and (load_u64(place) != low or load_u64(place + EIGHT) != high):
+                    place += SIXTEEN
+                    known += ONE
+                if known == ranges:
+                    store_u64(place, low)
+                    store_u64(place + EIGHT, high)
+                    ranges += ONE
+            index += ONE
+        return ranges
+
+    add_ranges = m.device(add_ranges)
+
+    def send_ordered(host: Any, order: Any, entry: Any, tensors: Any, count: Any) -> Any:
+        """(position, slots published, 1 where somebody must launch); no position where there are no slots."""
+        lock(order)
+        write(entry, tensors, count, order + SCRATCH_TASK)
+        access = order + SCRATCH_ACCESS
+        ranges = add_ranges(entry, tensors, count, access, ONE, ZERO)
+        store_u64(access, ranges)
+        store_u64(access + ACCESS_COUNT, add_ranges(entry, tensors, count, access, ZERO, ranges))
+        done, position, slots = fill(
+            host, order, order + SCRATCH_TASK, order + SCRATCH_ACCESS, ONE, ZERO, ZERO, ZERO
+        )
+        unserved = ZERO
+        if slots != ZERO:
+            unserved = publish(host, position, slots)
+        return position + slots - ONE, done, unserved
+
+    send_ordered = m.device(send_ordered)
+
     def send(cache: Any, word: Any, keyed: Any, count: Any) -> Any:
         """The tensors are in scratch."""
         token, tensors = word >> SIXTEEN, cache + TENSORS
@@ -254,22 +320,24 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
             if call_query(load_u64(cache + QUERY), load_u64(cache + CURRENT)) != ZERO:
                 return ZERO, ANSWER_DECLINED
         host = load_u64(cache + HOST)
+        order = load_u64(cache + ORDER_AT)
+        if order != ZERO:
+            used = load_acquire_sys(load_u64(host + WORDS) + CLAIMED)
+            used -= load_acquire_sys(load_u64(host + WORDS) + RETIRED)
+            if used + used > load_u64(host + MASK):
+                retire(host)  # what has retired need not be tracked
+            position, done, unserved = send_ordered(host, order, entry, tensors, count)
+            if done == ZERO:
+                return ZERO, ANSWER_DECLINED
+            store_u64(cache + SENT_AT, load_u64(cache + SENT_AT) + ONE)
+            return position, unserved + ANSWER_SENT
         position, granted = try_claim(host, ONE)
         if granted == ZERO:
             retire(host)
             position, granted = try_claim(host, ONE)
             if granted == ZERO:
                 return ZERO, ANSWER_DECLINED
-        task = load_u64(host + RING) + (position & load_u64(host + MASK)) * TASK_SIZE
-        index = ZERO
-        while index < TASK_SIZE:
-            store_u64(task + index, load_u64(entry + E_TASK + index))
-            index += EIGHT
-        index = ZERO
-        while index < count:
-            place = load_u64(entry + E_PLACE + index * EIGHT)
-            store_u64(task + place, load_u64(tensors + index * TENSOR_SIZE))
-            index += ONE
+        write(entry, tensors, count, load_u64(host + RING) + (position & load_u64(host + MASK)) * TASK_SIZE)
         store_u64(cache + SENT_AT, load_u64(cache + SENT_AT) + ONE)
         return position, publish(host, position, ONE) + ANSWER_SENT
 
@@ -341,9 +409,12 @@ class Calls:
         api: what `exchange_api` gave.
         device: DLPack's (type, ordinal) of the tensors that are ours.
         query: address of cuStreamQuery, 0 where streams do not matter.
+        order: address of the ORDER, 0 where tasks are not ordered by what they touch.
     """
 
-    def __init__(self, host: int, api: tuple[int, int], device: tuple[int, int], query: int) -> None:
+    def __init__(
+        self, host: int, api: tuple[int, int], device: tuple[int, int], query: int, order: int = 0
+    ) -> None:
         code = compiled()
         self.few, self.many = code.few, code.many
         self._record = np.zeros(1, CACHE)
@@ -351,6 +422,7 @@ class Calls:
         self._entries = np.zeros(ENTRIES, ENTRY)
         record = self._record[0]
         record["host"], record["read"], record["query"] = host, api[0], query
+        record["order"] = order
         record["stream"] = api[1] if query else 0
         record["clear"] = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value or 0
         record["device"] = device[0] | device[1] << 32

@@ -54,7 +54,7 @@ class Ticket:
         operator: name of the operator, for messages.
     """
 
-    __slots__ = ("_linked", "_out", "_ranges", "_runtime", "_status", "operator")
+    __slots__ = ("_count", "_linked", "_out", "_ranges", "_runtime", "_status", "operator")
 
     def __init__(self, runtime: Waiter, operator: str, ranges: list[tuple[int, int]], out: Any) -> None:
         self._runtime = runtime
@@ -62,21 +62,29 @@ class Ticket:
         self._out = out
         self._status: Status | int | None = None
         self._linked = False  # the last task completes last
+        self._count: int | None = None  # tasks without joins, where that is known
         self.operator = operator
 
     @property
     def position(self) -> int:
-        """Position of the last task."""
+        """Position of the last task. An event of a lane without tasks has none: IndexError."""
         first, count = self._ranges[-1]
         return (first + count - 1) & MASK_64
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(first position, count) of the consecutive parts."""
+        """(first position, count) of the consecutive parts, which may hold joins besides the tasks."""
         return tuple(self._ranges)
 
+    @property
+    def _last(self) -> list[tuple[int, int]]:
+        """First and last positions whose completion is the ticket's."""
+        if self._linked or self._count == 1:
+            return [(self.position, self.position)]
+        return [(first, (first + count - 1) & MASK_64) for first, count in self._ranges]
+
     def __len__(self) -> int:
-        return sum(count for _, count in self._ranges)
+        return sum(count for _, count in self._ranges) if self._count is None else self._count
 
     @property
     def done(self) -> bool:

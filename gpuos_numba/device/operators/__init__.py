@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...descriptor import STATUS_BITS, DType, offset
+from ...descriptor import JOIN_OP, MAX_INPUTS, STATUS_BITS, DType, offset
 from ...machines.base import Body, Primitives
 from ...protocol import CONTEXT, field
 from . import attention, cache, elementwise, interpreter, mask, matrix, movement, norm, reduce, rope, softmax
 from .planning import TILE
-from .table import CONTROL_IDS, JOIN_ID, Kernel, Plan
+from .table import CONTROL_IDS, Kernel, Plan
 from .table import Operator as Operator
 
 
@@ -27,30 +27,35 @@ def make_nop(m: Primitives) -> Body:
 
 
 def make_join(m: Primitives) -> Body:
-    """Ends after other tasks: `scalars` holds the first position and how many; all lie below its own.
-
-    A worker may wait for lower positions, for those were handed out before.
-    """
+    """Waits for lower positions, which see `descriptor.JOIN_OP`: a task itself can name but two."""
     u64, thread_index, block_width = m.u64, m.thread_index, m.block_width
-    load_u64, load_task_u64 = m.load_u64, m.load_task_u64
-    load_acquire_gpu, pause = m.load_acquire_gpu, m.pause
-    OK = np.int32(0)
-    FIRST, COUNT = u64(offset("scalars")), u64(offset("scalars") + 8)
+    load_u64, load_task_u64, load_acquire_gpu, pause = (
+        m.load_u64,
+        m.load_task_u64,
+        m.load_acquire_gpu,
+        m.pause,
+    )
     DEVICE_DONE, MASK = u64(field(CONTEXT, "device_done")), u64(field(CONTEXT, "mask"))
+    LISTED, COUNT, RANGE = u64(offset("inputs")), u64(offset("count")), u64(offset("scalars"))
     ZERO, ONE, EIGHT, SHIFT, TOP_BIT = u64(0), u64(1), u64(8), u64(STATUS_BITS), u64(1 << 63)
+    OK = np.int32(0)
+    assert offset("outputs") == offset("inputs") + 8 * MAX_INPUTS and offset("scalars") % 8 == 0
 
     def join(context: Any, task: Any, tile: Any, arena: Any) -> Any:
-        first = load_task_u64(task + FIRST)
-        count = load_task_u64(task + COUNT)
         done = load_u64(context + DEVICE_DONE)
         mask = load_u64(context + MASK)
+        listed = load_task_u64(task + COUNT)
+        low = load_task_u64(task + RANGE)
+        total = listed + load_task_u64(task + RANGE + EIGHT)
         index = thread_index()
-        while index < count:
-            position = first + index
+        while index < total:
+            position = low + (index - listed)
+            if index < listed:
+                position = load_task_u64(task + LISTED + index * EIGHT)
             target = (position + ONE) << SHIFT
             spins = ZERO
-            # Acquire: what the task wrote is visible, and after the worker's next barrier and fence to who
-            # sees this one's end. Pairs with device/worker.py, publish. A later lap's word counts as done.
+            # Acquire: what the task wrote is visible; the worker's barrier and publish carry that on. Pairs
+            # with publish in device/worker.py. A later lap's word counts as done.
             while load_acquire_gpu(done + (position & mask) * EIGHT) - target >= TOP_BIT:
                 pause(spins)
                 spins += ONE
@@ -61,8 +66,8 @@ def make_join(m: Primitives) -> Body:
 
 
 _NOP: Final = Kernel(CONTROL_IDS, "nop", make_nop)
-JOIN: Final = Kernel(JOIN_ID, "join", make_join)
-"""Internal: see host/streams.py."""
+JOIN: Final = Kernel(JOIN_OP, "join", make_join)
+"""Internal: see host/order.py and host/streams.py."""
 
 _CONTROL: Final = (
     Operator(

@@ -31,7 +31,6 @@ REDUCE_IDS: Final = 288
 MATRIX_IDS: Final = 352
 ATTENTION_IDS: Final = 384
 CACHE_IDS: Final = 416
-JOIN_ID: Final = 510
 INJECTED_IDS: Final = 512
 
 FLOATS: Final = (DType.F32, DType.F16, DType.BF16)
