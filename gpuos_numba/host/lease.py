@@ -26,8 +26,8 @@ ASLEEP_TICKS = 50
 
 
 class Deciding:
-    """The lock on launches. A Ctrl-C may come between any two steps of Python: `__enter__` gives back what it
-    may have got, and then `__exit__` is not called.
+    """The lock on launches. A Ctrl-C may come between any two steps of Python: what it leaves locked, the
+    same thread takes again.
     """
 
     def __init__(self, host: Any, address: int) -> None:
@@ -103,9 +103,13 @@ class Keeper:
         """Launch if nobody serves. Raises MachineError where the launch fails."""
         if not self.parked:
             return
-        with self.deciding():
+        me = threading.get_ident()
+        try:  # and no `with`: a Ctrl-C may come as `__exit__` begins, and here is where most time is spent
+            self._host.lock_launches(self._address, me)
             if self._allowed() and self.parked and not self.withheld:
                 self._launch()
+        finally:
+            self._host.unlock_launches(self._address, me)
 
     def _launch(self) -> None:
         """What `host.ring.make_relaunch` does, for machines and threads where only Python can launch."""

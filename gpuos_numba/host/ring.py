@@ -145,6 +145,7 @@ def make_lock_launches(m: HostPrimitives) -> Body:
     """
     u64 = m.u64
     load_u64, compare_and_swap, pause = m.load_u64, m.compare_and_swap, m.pause
+    load_relaxed_sys = m.load_relaxed_sys
     LOCK = u64(field(HOST_CONTEXT, "launch"))
     ZERO, ONE = u64(0), u64(1)
     assert field(HOST_LAUNCH, "lock") == 0
@@ -152,6 +153,8 @@ def make_lock_launches(m: HostPrimitives) -> Body:
     def lock_launches(host: Any, me: Any) -> None:
         spins = ZERO
         while compare_and_swap(load_u64(host + LOCK), ZERO, me) == ZERO:
+            if load_relaxed_sys(load_u64(host + LOCK)) == me:
+                break  # an interrupt came before this thread could unlock
             pause(spins)
             spins += ONE
 
