@@ -30,9 +30,9 @@ class Config:
         input_order: "stream" holds a submission until the work already queued on the current torch or CuPy
             stream is done, so that inputs are whole; "none" leaves that to the caller.
         order: "auto" gives what one task after another would, whatever memory they share, and runs what is
-            independent in parallel; "lane" runs the tasks of a lane in order and looks at no memory, and what is
-            submitted outside any lane is a lane of its own; "none" orders nothing but lanes, linked batches
-            and `after=`.
+            independent in parallel; "lane" runs the tasks of a lane in order and looks at no memory, and
+            what is submitted outside any lane is a lane of its own; "none" orders nothing but lanes, linked
+            batches and `after=`.
         low_priority_depth: tasks that lanes of lower priority may have unfinished while there is a lane of a
             higher one.
     """
