@@ -1,8 +1,9 @@
 """Random programs: calls on a few overlapping buffers arrive, and whether they came out right leaves.
 
 The calls are run by a Runtime, which finds their order itself, and one after another by NumPy. Views are
-strided, reversed, misaligned and overlapping; some calls are large enough to be tiled, some update their input
-in place, and some programs are submitted as batches, through lanes, or as batches between single calls.
+strided, reversed, misaligned and overlapping; some calls are large enough to be tiled, some update their
+input in place, and some programs are submitted as batches, through lanes, or as batches between single
+calls.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 gpuos submits unlinked batches in program order and finds runs and waits itself.
 
-`--equivalence N` runs N random programs instead and compares them with NumPy; `--stress N` submits N tasks whose
-temporaries are dropped at once and counts wrong results. Both exit with 1 if anything is wrong.
+`--equivalence N` runs N random programs instead and compares them with NumPy; `--stress N` submits N tasks
+whose temporaries are dropped at once and counts wrong results. Both exit with 1 if anything is wrong.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Config:
         allow_device_operators: whether `inject` takes device bodies that a user wrote, see
             `gpuos_numba.device_operator`.
         order: "auto" gives what one task after another would, whatever memory they share, and runs what is
-            independent in parallel; "lane" runs the tasks of a lane in order and looks at no memory, and what is
-            submitted outside any lane is a lane of its own; "none" orders nothing but lanes, linked batches
-            and `after=`.
+            independent in parallel; "lane" runs the tasks of a lane in order and looks at no memory, and
+            what is submitted outside any lane is a lane of its own; "none" orders nothing but lanes, linked
+            batches and `after=`.
         low_priority_depth: tasks that lanes of lower priority may have unfinished while there is a lane of a
             higher one.
     """

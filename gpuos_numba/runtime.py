@@ -304,8 +304,8 @@ class Runtime:
         device: which GPU.
         config: settings; single fields may be given as keywords instead.
 
-    A sequence of calls gives what one after the other would, see `Config.order`; several threads, what the calls
-    would in the order in which they were taken.
+    A sequence of calls gives what one after the other would, see `Config.order`; several threads, what the
+    calls would in the order in which they were taken.
 
     Raises:
         ArgumentError: a setting makes no sense.
@@ -477,9 +477,9 @@ class Runtime:
         after: Ticket | Sequence[Ticket] | None = None,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """Enqueue all tasks of a batch, as calls one after another would; what each touches was found out when
-        the batch was made. linked=True makes them a chain whatever they touch: each runs after the one before.
-        Small tasks that depend on their neighbour run in one block.
+        """Enqueue all tasks of a batch, as calls one after another would; what each touches was found out
+        when the batch was made. linked=True makes them a chain whatever they touch: each runs after the one
+        before. Small tasks that depend on their neighbour run in one block.
 
         Raises:
             QueueFull: the ring stayed full; the message says how many tasks were enqueued before.
@@ -492,9 +492,9 @@ class Runtime:
         Args:
             name: for people.
             priority: work of a lower one is held back while lanes of a higher one exist: at most
-                `Config.low_priority_depth` tasks of it, and as many for each thread that submits such work, lie
-                ahead of a task of this lane. Who submits more waits in the call. What is submitted outside
-                any lane has priority 0.
+                `Config.low_priority_depth` tasks of it, and as many for each thread that submits such work,
+                lie ahead of a task of this lane. Who submits more waits in the call. What is submitted
+                outside any lane has priority 0.
         """
         self._check_open()
         return self._lanes.make(self, name, priority)

@@ -87,13 +87,14 @@ def test_lanes_wait_for_each_other(machine: str, arrays: Any) -> None:
         x, y = arrays.to_device(np.zeros(4096)), arrays.to_device(np.zeros(4096))
         one, two = rt.lane("one"), rt.lane("two")
         two.wait(one)  # which holds nothing yet
-        for turn in range(100):
+        turns = 100
+        for _ in range(turns):
             one.add(x, 1.0, out=x)
             two.wait(one.event())
             two.copy(x, out=y)
             one.wait(two)
         two.synchronize(20)
-        np.testing.assert_array_equal(arrays.to_host(y), np.full(4096, turn + 1, F32))
+        np.testing.assert_array_equal(arrays.to_host(y), np.full(4096, turns, F32))
         with Runtime("cpu") as other, pytest.raises(ArgumentError, match="this Runtime"):
             one.wait(other.nop())
         with pytest.raises(AttributeError, match="no_such_operator"):
@@ -103,7 +104,7 @@ def test_lanes_wait_for_each_other(machine: str, arrays: Any) -> None:
 
 
 def test_a_lane_of_high_priority_overtakes_queued_work(machine: str) -> None:
-    """At most `low_priority_depth` tasks of others lie ahead, and as many that their thread is about to add."""
+    """At most `low_priority_depth` tasks of others lie ahead, and as many that one thread is adding."""
     with Runtime(machine, low_priority_depth=16) as rt:
         urgent = rt.lane("urgent", priority=1)
         batch = rt.batch("nop", [((), None)] * 1000)

@@ -3,9 +3,10 @@
 A lane is one word, the position of its last task, which the next one waits for (host/order.py). What is new
 here is for people: submitting to a lane, waiting between lanes, and priorities.
 
-The ring is first in, first out, so priority is a matter of what gets into it: while a lane of a higher priority
-exists, work of lower ones is submitted in parts, each when few enough tasks are unfinished. That bounds what
-lies ahead of an urgent task without a second queue, and moves no task past one that it depends on.
+The ring is first in, first out, so priority is a matter of what gets into it: while a lane of a higher
+priority exists, work of lower ones is submitted in parts, each when few enough tasks are unfinished. That
+bounds what lies ahead of an urgent task without a second queue, and moves no task past one that it depends
+on.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .order import LANE
 class Lane:
     """An in-order queue; made by `Runtime.lane`.
 
-    Its tasks run one after another, whatever memory they touch. With `Config.order` "auto" they also wait for
-    tasks of other lanes that touch the same memory, and the other way round; with "lane" and "none" only `wait` and
-    `after=` order lanes.
+    Its tasks run one after another, whatever memory they touch. With `Config.order` "auto" they also wait
+    for tasks of other lanes that touch the same memory, and the other way round; with "lane" and "none" only
+    `wait` and `after=` order lanes.
 
     Attributes:
         name: for people.
@@ -75,7 +76,8 @@ class Lane:
         return call
 
     def event(self) -> Ticket:
-        """What stands for all that was submitted to this lane so far; for `wait` and `after=`, or to wait for."""
+        """What stands for all that was submitted to this lane so far; for `wait` and `after=`, or to wait
+        for."""
         tail = [(int(self._record["tail"][0]), 1)] if self._record["begun"][0] else []
         ticket = Ticket(self._owner(), f"lane {self.name}", tail, None)
         ticket._linked = bool(tail)

@@ -57,7 +57,8 @@ SEGMENT: Final = np.dtype(
     [(name, "<u8") for name in ("begin", "end", "writer", "readers", "r0", "r1", "r2", "r3")]
 )
 """One range of memory. readers: how many of r0 ... have read it since `writer` wrote it, or FOLDED: every
-position from r0 to r1 may have. A free segment has no bytes, and `writer` is the address of the next free one."""
+position from r0 to r1 may have. A free segment has no bytes, and `writer` is the address of the next free
+one."""
 
 FOLDED: Final = 5
 MOST_READERS: Final = 4
@@ -110,8 +111,8 @@ ORDER: Final = np.dtype(
     + [(name, "<u8") for name in ARGUMENTS]
     + [("deps", "<u8", DEPS), ("sum", SEGMENT), ("task", "<u8", 16), ("access", ACCESS)]
 )
-"""All of the tracker. fill: address of the compiled `make_fill_ordered`; host to extras: its arguments; done to
-slots: its answer. deps: positions that the task at hand waits for; sum, task, access: room to work in."""
+"""All of the tracker. fill: address of the compiled `make_fill_ordered`; host to extras: its arguments; done
+to slots: its answer. deps: positions that the task at hand waits for; sum, task, access: room to work in."""
 
 CHUNK_ENTRIES: Final = 32
 ENTRY: Final = np.dtype([("begin", "<u8"), ("segment", "<u8")])
@@ -141,8 +142,8 @@ def pack_ranges(reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, in
 
 
 def pack_access(views: Sequence[ArrayView], written: int) -> bytes:
-    """An ACCESS of what a call touches: the last `written` views are written, the others read. A view's range is
-    its extent, gaps included."""
+    """An ACCESS of what a call touches: the last `written` views are written, the others read. A view's
+    range is its extent, gaps included."""
     ranges = []
     for view in views:
         if view.contiguous:
@@ -432,7 +433,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
     cache_place = device(cache_place)
 
     def find(order: Any, first: Any, end: Any, retired: Any) -> Any:
-        """The segment of exactly these bytes, or 0. What is in the table is a segment, if not the one wanted."""
+        """The segment of exactly these bytes, or 0. What the table names is a segment, but maybe another."""
         segment = load(cache_place(order, first))
         if segment != ZERO:
             if load(segment) != first:
@@ -559,7 +560,7 @@ def make_tracker(m: HostPrimitives) -> SimpleNamespace:
     insert = device(insert)
 
     def remove(order: Any, number: Any, entry: Any) -> Any:
-        """Take an entry out of the list; 1 where the next one has its number now, 0 where it begins a chunk."""
+        """Take an entry out; 1 where the next one has its number now, 0 where that begins a chunk."""
         tops = load(order + TOPS)
         top = tops + number * THIRTY_TWO
         chunk = load(top + EIGHT)
@@ -924,13 +925,14 @@ LANE: Final = np.dtype([("tail", "<u8"), ("begun", "<u8")])
 def make_fill_ordered(m: HostPrimitives) -> Body:
     """`fill_ordered(order) -> 0`: put tasks into the ring, but for their stamps.
 
-    Its arguments and answers are words of ORDER, so that it is compiled once for all who call it. Claims and fills slots for up to `count` tasks, under the lock, and publishes nothing. `accesses`, `lane` and
-    `extra` are addresses, or 0: an ACCESS a task; a LANE whose tasks run in order; `extras` pairs of first and
-    last position to wait for, which are the first task's alone where there is a lane. Answers how many tasks
-    were taken and the slots to publish, a few more where joins or a nop came between.
+    Its arguments and answers are words of ORDER, so that it is compiled once for all who call it. Claims and
+    fills slots for up to `count` tasks, under the lock, and publishes nothing. `accesses`, `lane` and
+    `extra` are addresses, or 0: an ACCESS a task; a LANE whose tasks run in order; `extras` pairs of first
+    and last position to wait for, which are the first task's alone where there is a lane. Answers how many
+    tasks were taken and the slots to publish, a few more where joins or a nop came between.
 
-    A task that waits for the one before it, in the same call, joins its run; one that does so alone in a call says
-    FOLLOW. Up to two more waits fit into the task, and a join before it takes all others.
+    A task that waits for the one before it, in the same call, joins its run; one that does so alone in a
+    call says FOLLOW. Up to two more waits fit into the task, and a join before it takes all others.
     """
     u64 = m.u64
     load, store, load_acquire_sys = m.load_u64, m.store_u64, m.load_acquire_sys
@@ -1062,7 +1064,7 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
     write_nop = m.device(write_nop)
 
     def run_to_join(order: Any, position: Any, fresh: Any, max_run: Any) -> Any:
-        """Place in the run of the task before `position` that the next one takes, or 0 where it stands alone."""
+        """Place that a task takes in the run of the one before, or 0 where it stands alone."""
         if fresh != ZERO:
             return ZERO
         before = node(order, position - ONE)
@@ -1198,7 +1200,7 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
                 if alone != ZERO:
                     place_run = ZERO
                 elif follows != ZERO and count == ONE:
-                    # Whoever submitted the task before has published it; the pump may still find both together.
+                    # The task before has been published; the pump may still find both in one window.
                     may_run = run_to_join(order, at, ZERO, max_run)
                     if may_run != ZERO:
                         head |= FOLLOW
@@ -1451,9 +1453,15 @@ def make_submit_plain_ordered(m: HostPrimitives) -> Body:
     return m.device(submit_plain)
 
 
+def _plain(body: Any) -> Body:
+    """The Python function of a body that `m.device` has wrapped."""
+    function: Body = body.py_func
+    return function
+
+
 @cache
 def compiled() -> SimpleNamespace:
-    """The functions for ordered submission, compiled to run without the GIL (some seconds, once a process)."""
+    """The functions for ordered submission, compiled to run without the GIL (seconds, once a process)."""
     from numba import cfunc, njit, types
 
     from ..machines import cpu_memory as m
@@ -1464,9 +1472,9 @@ def compiled() -> SimpleNamespace:
         "submit": (make_submit_ordered, triple(*[u64] * 11)),
         "submit_plain": (make_submit_plain_ordered, pair(*[u64] * 9)),
     }
-    fill = cfunc(types.int32(u64), error_model="numpy")(make_fill_ordered(m).py_func)  # type: ignore[attr-defined]
+    fill = cfunc(types.int32(u64), error_model="numpy")(_plain(make_fill_ordered(m)))
     functions = {
-        name: njit(signature, nogil=True)(make(m).py_func) for name, (make, signature) in signatures.items()
+        name: njit(signature, nogil=True)(_plain(make(m))) for name, (make, signature) in signatures.items()
     }
     return SimpleNamespace(fill=fill, **functions)
 
@@ -1478,4 +1486,4 @@ def compiled_trace() -> Any:
 
     from ..machines import cpu_memory as m
 
-    return njit(types.void(*[types.uint64] * 5), nogil=True)(make_tracker(m).trace.py_func)
+    return njit(types.void(*[types.uint64] * 5), nogil=True)(_plain(make_tracker(m).trace))
