@@ -1,6 +1,7 @@
 """Programs: a trace arrives once, arguments arrive with each call, and each call leaves as one task.
 
-What a trace needs on the device is uploaded when it is first needed: `_Layout`, its runs and records, which no
+What a trace needs on the device is uploaded when it is first needed: `_Layout`, its runs and records, which
+no
 call changes. What depends on shapes is planned once for each new set of shapes, group by group: `_Resolved`.
 What depends on addresses is the base of each array. The last two are a call's table.
 """
@@ -100,8 +101,8 @@ class _Group:
 
 
 class _Grouping:
-    """A trace's calls in groups. `examples`: shapes and strides of all roots, as known for some sets of shapes:
-    roots that are alike in all of them are one class."""
+    """A trace's calls in groups. `examples`: shapes and strides of all roots, as known for some sets of
+    shapes: roots that are alike in all of them are one class."""
 
     def __init__(self, trace: Trace, examples: Sequence[Sequence[Layout]]) -> None:
         classes: dict[Any, int] = {}
@@ -518,7 +519,8 @@ class Program:
                 number = argument.item() if isinstance(argument, np.generic) else argument
                 if not isinstance(number, bool | int | float):
                     raise ArgumentError(
-                        f"arguments[{at}] is a {type(argument).__name__}, recorded was a number: pass a number"
+                        f"arguments[{at}] is a {type(argument).__name__}, recorded was a number: pass a "
+                        "number"
                     )
                 views.append(number)
                 continue
@@ -534,7 +536,8 @@ class Program:
             before = seen.setdefault(root, (at, each))
             if before[1][:3] != each[:3]:
                 raise ArgumentError(
-                    f"arguments[{at}] and arguments[{before[0]}] were one array when the program was recorded: "
+                    f"arguments[{at}] and arguments[{before[0]}] were one array when the program was "
+                    "recorded: "
                     "pass the same array twice, or record it with two"
                 )
             views.append(each)
@@ -553,7 +556,8 @@ class Program:
             outs = list(out) if isinstance(out, list | tuple) else [out]
             if len(outs) != len(wanted) or any(output.recipe != WHOLE for output in wanted):
                 raise ArgumentError(
-                    f"out has {len(outs)} array(s): the program makes {len(wanted)} result(s), and those that "
+                    f"out has {len(outs)} array(s): the program makes {len(wanted)} result(s), and those "
+                    "that "
                     "are views of a result cannot be given; pass one array for each, or none"
                 )
             for at, (output, array) in enumerate(zip(wanted, outs, strict=True)):
@@ -562,12 +566,14 @@ class Program:
                 shape, dtype = resolved.outputs[output.root]
                 if target.dtype != dtype:
                     raise DTypeError(
-                        f"{name} has dtype {DTYPE_NAMES[target.dtype]}, the program gives {DTYPE_NAMES[dtype]}: "
+                        f"{name} has dtype {DTYPE_NAMES[target.dtype]}, the program gives "
+                        f"{DTYPE_NAMES[dtype]}: "
                         "pass an array of that dtype, or none"
                     )
                 if target.shape != shape or not target.contiguous:
                     raise ArgumentError(
-                        f"{name} has shape {target.shape}, the program gives {shape}, C-contiguous: pass such an "
+                        f"{name} has shape {target.shape}, the program gives {shape}, C-contiguous: pass "
+                        "such an "
                         "array, or none"
                     )
                 validate_output(target, [], False, name)
@@ -631,8 +637,8 @@ class Program:
 
     @staticmethod
     def _accesses(resolved: _Resolved, arrays: dict[int, ArrayView]) -> np.ndarray[Any, Any]:
-        """What a call may write, for the order of tasks: all of its arrays, or where they are too many to tell,
-        or some were captured, all memory."""
+        """What a call may write, for the order of tasks: all of its arrays, or where they are too many to
+        tell, or some were captured, all memory."""
         ranges = [byte_range(view) for view in arrays.values()]
         captured = any(root.kind == "constant" for root in resolved.body.trace.roots)
         if captured or len(ranges) > MOST_RANGES:
@@ -709,7 +715,8 @@ class Program:
                 chosen = self._new_table(layout)
                 if chosen is None:
                     raise ArgumentError(
-                        f"the table of this program takes {8 * layout.table_words} bytes, for which there is no "
+                        f"the table of this program takes {8 * layout.table_words} bytes, for which there "
+                        "is no "
                         "room: drop programs that are not needed, or record it in parts"
                     )
                 tables.append(chosen)
@@ -762,7 +769,8 @@ class Program:
         return bases
 
     def _check_overlap(self, resolved: _Resolved, arrays: dict[int, ArrayView]) -> None:
-        """Arrays that were separate when the program was recorded are separate still, where one is written."""
+        """Arrays that were separate when the program was recorded are separate still, where one is
+        written."""
         body = resolved.body
         spans: list[tuple[int, int, int, ArrayView]] = []
         for number in resolved.layout.based:
@@ -777,7 +785,8 @@ class Program:
                 if (number in body.written or other in body.written) and overlap(view, another) != "none":
                     names = [self._name(body.trace, each) for each in sorted((number, other))]
                     raise ArgumentError(
-                        f"{names[0]} and {names[1]} overlap, and the program writes one of them: it was recorded "
+                        f"{names[0]} and {names[1]} overlap, and the program writes one of them: it was "
+                        "recorded "
                         "with separate arrays; pass a copy, or record it with arrays that overlap"
                     )
 
@@ -917,7 +926,8 @@ class Program:
         body, layout = resolved.body, resolved.layout
         trace, made = body.trace, layout.schedule
         lines = [
-            f"program of {len(trace.calls)} tasks in {len(body.grouping.groups)} groups and {len(made.runs)} runs; "
+            f"program of {len(trace.calls)} tasks in {len(body.grouping.groups)} groups and "
+            f"{len(made.runs)} runs; "
             f"{len(trace.arguments)} arguments, {len(trace.outputs)} results, "
             f"{sum(root.kind == 'constant' for root in trace.roots)} captured arrays",
             f"arena: {resolved.arena} bytes in {sum(layout.pool_slots)} places for "
@@ -940,7 +950,8 @@ class Program:
         return "\n".join(lines)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw runs as boxes, a column a level, and what they wait for as lines. Returns matplotlib's axes."""
+        """Draw runs as boxes, a column a level, and what they wait for as lines. Returns matplotlib's
+        axes."""
         from matplotlib import pyplot as plt
 
         resolved = next(reversed(self._known.values()))
@@ -1003,7 +1014,8 @@ class _Planner:
             for index, limit in zip(group.places[pointer].most, found.limits, strict=True):
                 if index >= limit:
                     raise ArgumentError(
-                        f"{call.operator.name}: {name} was recorded at index {index}, of which the new shape has "
+                        f"{call.operator.name}: {name} was recorded at index {index}, of which the new "
+                        "shape has "
                         f"{limit}"
                     )
             followed[pointer] = found, each.dtype
@@ -1128,7 +1140,8 @@ def _results(
             )
         if out.shape != shape:
             raise ArgumentError(
-                f"out has shape {out.shape}, {operator.name} of these inputs has shape {shape}: pass arguments "
+                f"out has shape {out.shape}, {operator.name} of these inputs has shape {shape}: pass "
+                "arguments "
                 "whose shapes fit"
             )
         results.append(out)

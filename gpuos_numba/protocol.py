@@ -266,8 +266,8 @@ SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
 TURN: Final = np.dtype([("gap", "<u4"), ("special", "<u4"), ("reason", "<u8"), ("held", "<u8")])
 """What the threads of the pump learn in one flight. gap: index of the first stamp that is not published;
-special: what shape the window has, see device/pump.py; reason: ParkReason, 0 to go on; held: 1 where the first
-stamp says that its task is withheld."""
+special: what shape the window has, see device/pump.py; reason: ParkReason, 0 to go on; held: 1 where the
+first stamp says that its task is withheld."""
 
 HELD: Final = 1 << 63
 """A stamp of `(position + 1) ^ HELD` says: claimed, filled, and withheld until somebody outside, a CUDA

@@ -241,7 +241,8 @@ class Recorder:
         declared: Sequence[ArrayView] = (),
         returned: Any = None,
     ) -> Trace:
-        """The trace. Without `arguments`, arrays are arguments in the order in which they came, `declared` first.
+        """The trace. Without `arguments`, arrays are arguments in the order in which they came, `declared`
+        first.
 
         Raises:
             ArgumentError: nothing was recorded, or arrays overlap and none of them holds the others.
@@ -283,7 +284,8 @@ class Recorder:
         return Trace(self._roots, places, calls, waits, outputs, single, numbers, self.looked)
 
     def _memory(self, views: Sequence[ArrayView], kind: str) -> dict[Any, Ref]:
-        """Roots for arrays that were used as they are; overlapping ones are views of the one that holds all."""
+        """Roots for arrays that were used as they are; overlapping ones are views of the one that holds
+        all."""
         distinct: dict[Any, ArrayView] = {}
         for view in views:
             distinct.setdefault(_key(view), view)
@@ -336,7 +338,8 @@ class Recorder:
         for low, high, number in sorted(spans):
             if low < reach and (number in written or last in written):
                 raise ArgumentError(
-                    f"arrays {last} and {number} of the recording overlap, and one is written: pass arrays of "
+                    f"arrays {last} and {number} of the recording overlap, and one is written: pass "
+                    "arrays of "
                     "their own, or use the function's argument instead of the array that it was called with"
                 )
             if high > reach:

@@ -1,4 +1,5 @@
-"""A program is its calls one after another, whatever arrays and shapes come, and however it is cut into runs."""
+"""A program is its calls one after another, whatever arrays and shapes come, and however it is cut into
+runs."""
 
 from __future__ import annotations
 
@@ -138,8 +139,8 @@ def test_many_random_programs_equal_their_calls_in_order(
 
 # --- every operator ---
 
-FAMILIES = ["add", "where", "gelu", "cast", "copy", "sum", "max", "softmax", "add_rms_norm", "rope", "masked_fill",
-            "concat", "gather", "scatter_add", "kv_append", "kv_quantize", "matvec", "matmul", "sdpa",
+FAMILIES = ["add", "where", "gelu", "cast", "copy", "sum", "max", "softmax", "add_rms_norm", "rope",
+"masked_fill", "concat", "gather", "scatter_add", "kv_append", "kv_quantize", "matvec", "matmul", "sdpa",
             "paged_attention", "fill", "nop"]  # fmt: skip
 
 

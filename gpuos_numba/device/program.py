@@ -44,7 +44,8 @@ assert offset("outputs") == offset("inputs") + 32
 
 
 def make_copy_table(m: Primitives) -> Body:
-    """`copy_table(context, mask, position)`: bring the table of a call to the device. All threads of the pump.
+    """`copy_table(context, mask, position)`: bring the table of a call to the device. All threads of the
+    pump.
 
     The table is whole: the host wrote it before it published the task. Whoever hands out the call's items
     fences after the barrier that this ends with. A call whose table is there already says 0 bytes.
@@ -174,8 +175,8 @@ def _make_relocate(m: Primitives) -> Body:
 def make_begin_run(m: Primitives, await_position: Body) -> Body:
     """`begin_run(context, scratch, mask, task, run) -> (number of its first record, tile)`. All threads.
 
-    `task` is the call as it came from the ring, staged in scratch; its place is used again. Waits for what the
-    call waits for and for the lower runs that this one needs.
+    `task` is the call as it came from the ring, staged in scratch; its place is used again. Waits for what
+    the call waits for and for the lower runs that this one needs.
     """
     u64, barrier, thread_index, block_width = m.u64, m.barrier, m.thread_index, m.block_width
     load_u64, store_u64, copy_wait = m.load_u64, m.store_u64, m.copy_wait

@@ -21,7 +21,8 @@ RUNS_PER_WORKER: Final = 4
 """Runs that a level of independent steps is cut into, for each worker: enough to even out, few enough that
 taking them costs little."""
 LEAST_CHUNK: Final = 4
-"""Steps that a run has at least where there are so many: handing over a shorter one costs more than it saves."""
+"""Steps that a run has at least where there are so many: handing over a shorter one costs more than it
+saves."""
 HOP: Final = 6
 """Steps that run in the time in which one block hears of another's: what a chain this much longer would take
 is not worth a hop."""
