@@ -2,7 +2,8 @@
 
 Adds of f32 arrays, by gpuos and by everything else that is installed, in the same rounds:
 
-- `independent/<n>`: many adds on distinct arrays, as one batch;
+- `independent/<n>`: many adds on distinct arrays, as one batch known to be independent; `gpuos/ordered` finds
+  that out within the time;
 - `dependent/<n>`: a chain of 1,000, `x = x + b`;
 - `variable/<n>`: like independent, but each call in a row has another size: n, n - 1, n - 2, ...; its
   counterpart `variable/<n>/f32/stable` has as many calls of size n. `gpuos` submits a batch prepared
@@ -105,10 +106,20 @@ class Bench:
     def tasks(self, work: Work, calls: Sequence[Call]) -> list[Any]:
         return [((x, y), out) for x, y, out in views(work.slab.array, calls)]
 
-    def submitted(self, work: Work, calls: Sequence[Call], linked: bool = False) -> System:
+    def submitted(
+        self,
+        work: Work,
+        calls: Sequence[Call],
+        suffix: str = "",
+        *,
+        linked: bool = False,
+        ordered: bool = False,
+    ) -> System:
         """A batch prepared before."""
-        batch = self.rt.batch("add", self.tasks(work, calls))
-        return self.ours(lambda: self.rt.submit_batch(batch, linked=linked).wait(TIMEOUT_S), count=len(batch))
+        batch, submit = self.rt.batch("add", self.tasks(work, calls)), self.rt.submit_batch
+        return self.ours(
+            lambda: submit(batch, linked=linked, ordered=ordered).wait(TIMEOUT_S), suffix, count=len(batch)
+        )
 
     def prepared(self, work: Work, calls: Sequence[Call]) -> System:
         """A batch prepared within the time."""
@@ -135,8 +146,9 @@ class Bench:
 
     def independent(self, n: int) -> list[Case]:
         work = self.pool(n)
-        ours = self.submitted(work, work.repeated(BATCH))
-        return [work.case(f"independent/{n}/f32", [ours, *self.others(work, work.repeated(CALLS))])]
+        calls = work.repeated(BATCH)
+        ours = [self.submitted(work, calls), self.submitted(work, calls, "/ordered", ordered=True)]
+        return [work.case(f"independent/{n}/f32", [*ours, *self.others(work, work.repeated(CALLS))])]
 
     def dependent(self, n: int) -> list[Case]:
         work = self.chain(n)

@@ -474,6 +474,7 @@ class Runtime:
         batch: Batch,
         *,
         linked: bool = False,
+        ordered: bool = True,
         after: Ticket | Sequence[Ticket] | None = None,
         timeout_s: float | None = None,
     ) -> Ticket:
@@ -481,10 +482,14 @@ class Runtime:
         when the batch was made. linked=True makes them a chain whatever they touch: each runs after the one
         before. Small tasks that depend on their neighbour run in one block.
 
+        ordered=False saves the tenth of a microsecond a task that finding its place in the order takes: the
+        caller knows that these tasks share no written memory with each other, but as linked, nor with any
+        that is unfinished when they are submitted or submitted before they end.
+
         Raises:
             QueueFull: the ring stayed full; the message says how many tasks were enqueued before.
         """
-        return self._submit_batch(batch, linked, after, timeout_s, None)
+        return self._submit_batch(batch, linked, after, timeout_s, None, ordered)
 
     def lane(self, name: str | None = None, priority: int = 0) -> Lane:
         """A queue whose tasks run in order, beside other lanes.
@@ -506,8 +511,10 @@ class Runtime:
         after: Ticket | Sequence[Ticket] | None,
         timeout_s: float | None,
         lane: Lane | None,
+        ordered: bool = True,
     ) -> Ticket:
         self._check_open()
+        accesses = batch.accesses if ordered else None
         if len(batch) == 0:
             raise ArgumentError("an empty batch: give it at least one call")
         if threading.get_ident() in self._recorders:
@@ -524,7 +531,7 @@ class Runtime:
                 linked,
                 after,
                 timeout_s,
-                batch.accesses,
+                accesses,
                 lane,
             )
         with self._layouts.using(len(batch._distinct)):
@@ -541,7 +548,7 @@ class Runtime:
                 linked,
                 after,
                 timeout_s,
-                batch.accesses,
+                accesses,
                 lane,
             )
 

@@ -85,8 +85,10 @@ def make_worker(m: Primitives) -> Body:
         taker = ZERO
         if width > THIRTY_TWO:
             taker = THIRTY_TWO
+        traced = False
         if thread == ZERO:
             open_trace(context, block, scratch)
+            traced = load_task_u64(context + TRACE) != ZERO  # thread 0's alone, for this launch
         index = thread
         while index < RUN_LIMIT:
             store_u32(scratch + STATUSES + index * FOUR, ZERO)
@@ -149,7 +151,7 @@ def make_worker(m: Primitives) -> Body:
                     if thread == ZERO:
                         store_relaxed_gpu(mine + EIGHT, position)
                         store_relaxed_gpu(mine, (op_id << TO_STATE) | RUNNING)
-                        if load_task_u64(context + TRACE) != ZERO:
+                        if traced:
                             if position == first or program != ZERO or flags & AFTER_ANY != ZERO:
                                 begin_task(scratch)
                     begun = position
@@ -162,7 +164,7 @@ def make_worker(m: Primitives) -> Body:
                         status = ZERO
                     else:
                         status = u64(dispatch(context, op_id, task, tile, scratch + ARENA))
-                    if thread == ZERO and load_task_u64(context + TRACE) != ZERO:
+                    if traced:
                         if program != ZERO:  # all of its tasks have the position of the call
                             end_tasks(context, scratch, first, first, op_id, tile)
                         else:
