@@ -250,8 +250,8 @@ STAGED_RUN: Final = np.dtype(
 SCRATCH_ENTRY: Final = 0  # worker: the queue entry taken, 0 to leave
 SCRATCH_MERGE: Final = 8  # worker: 1 where this block finished the last tile
 SCRATCH_RUN: Final = 16  # worker: the run of a program that it executes, a STAGED_RUN
-SCRATCH_TRACED: Final = 112  # records of the trace that this block has written
-SCRATCH_BEGAN: Final = 120  # worker: when the task that runs began
+SCRATCH_BEGAN: Final = 80  # worker: when the task that runs began
+SCRATCH_TRACED: Final = 120  # both: records of the trace that this block has written
 SCRATCH_FLOOR: Final = 32  # pump: two words, items and positions known to be complete
 SCRATCH_CONTROL: Final = 64  # pump: the host's control words as the last flight brought them
 SCRATCH_TASKS: Final = 128  # worker: staged descriptors, two groups used in turn
@@ -277,7 +277,8 @@ assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
 assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT
 assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_RECORDS
 assert SCRATCH_RECORDS + 2 * GROUP * PROGRAM_RECORD.itemsize <= SCRATCH_ARENA
-assert SCRATCH_RUN + STAGED_RUN.itemsize <= SCRATCH_TASKS
+assert SCRATCH_RUN + STAGED_RUN.itemsize <= SCRATCH_BEGAN < SCRATCH_TRACED <= SCRATCH_TASKS - 8
+assert SCRATCH_CONTROL + 8 * len(HOST_CONTROL.names or ()) <= SCRATCH_TRACED
 
 
 class TraceKind(IntEnum):
