@@ -410,7 +410,8 @@ class Runtime:
         if self._recorders and (recorder := self._recorders.get(threading.get_ident())) is not None:
             return cast("Ticket", recorder.submit(op, inputs, out, after, scalars))
         if after is None:
-            ticket = self._short(self._operator(op), inputs, out, scalars)
+            op = self._operator(op)  # once: a trial draws who runs the task
+            ticket = self._short(op, inputs, out, scalars)
             if ticket is not None:
                 return ticket
         ticket = self._submit_one(op, inputs, out, after, timeout_s, scalars)
