@@ -8,6 +8,8 @@ What depends on addresses is the base of each array. The last two are a call's t
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 import weakref
 from collections import OrderedDict
@@ -22,13 +24,14 @@ from .descriptor import (
     DTYPE_NAMES,
     FIFTH_INPUT,
     ITEMSIZE,
-    MASK_64,
     MAX_INPUTS,
     MAX_OUTPUTS,
     SCALAR_BYTES,
     TASK,
+    TASK_BYTES,
     DType,
     Flag,
+    offset,
 )
 from .device.operators.table import Operand as Planned
 from .device.operators.table import Plan, castable
@@ -39,6 +42,8 @@ from .host.order import ACCESS, MOST_RANGES, pack_ranges
 from .host.program import Schedule, place, schedule
 from .host.symbolic import WHOLE, Followed, SymbolicNumber, apply, follow
 from .protocol import (
+    CALL_BYTES,
+    CALL_EPOCH,
     GROUP,
     POINTERS,
     PROGRAM_GROUP,
@@ -60,8 +65,19 @@ WORKSPACE: Final = MAX_INPUTS + MAX_OUTPUTS - 1
 """The place among a task's pointers where a workspace arrives."""
 FIFTH: Final = POINTERS - 1
 LINE: Final = 128
-REMEMBERED: Final = 64
-"""Sets of shapes whose plans a program keeps."""
+REMEMBERED: Final = 256
+"""Sets of shapes whose plans a program keeps, and ..."""
+REMEMBERED_BYTES: Final = 64 << 20
+"""... the most that they may take."""
+RECENT: Final = 8
+"""Sets of arrays that a copy knows again at once."""
+# Words of a call's task.
+FLAGS_WORD, TILES_WORD, POINTERS_WORD = 0, offset("run") // 8, offset("inputs") // 8
+EPOCH_WORD, BYTES_WORD = CALL_EPOCH // 8, CALL_BYTES // 8
+_HEAD = struct.Struct("<IIIIQQQQQQqQQ6HI24s")
+_STEPS = struct.Struct(f"<{2 * POINTERS}Q16x")
+assert _HEAD.size == TASK_BYTES and _HEAD.size + _STEPS.size == PROGRAM_GROUP.itemsize
+WORD: Final = (1 << 64) - 1
 SLOTS: Final = 4
 """Tables of different contents that calls of one copy may use at the same time."""
 
@@ -111,6 +127,7 @@ class _Grouping:
             for root in trace.roots
         ]
         self.examples = list(examples)
+        self.dtypes = {c: root.dtype for c, root in zip(self.class_of, trace.roots, strict=True)}
         found: dict[Any, _Group] = {}
         for number, call in enumerate(trace.calls):
             key = (
@@ -170,7 +187,6 @@ class _Layout:
         trace: Trace,
         grouping: _Grouping,
         plans: Sequence[Plan],
-        sizes: Sequence[int],
         workers: int,
         capacity: int,
     ) -> None:
@@ -215,8 +231,9 @@ class _Layout:
             tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], int, int]
         ] = []
         """Places with an address each: (places, places of their bases, indices, group, pointer)."""
-        operands = self._operands(trace, groups, place_of, workspace_at, plans)
-        self.unit_pool = {root: pools[root] for root in pools}
+        self.pool_of: dict[tuple[int, int], int] = {}
+        """By group and pointer: the pool of temporaries, -1 where the operand is none."""
+        operands = self._operands(trace, groups, place_of, workspace_at, plans, pools)
         self.groups_at = -(-self.places // 32) * 32
         self.table_words = self.groups_at + 32 * len(groups)
         self._records(group_of, operands)
@@ -229,6 +246,7 @@ class _Layout:
         place_of: dict[int, int],
         workspace_at: int,
         plans: Sequence[Plan],
+        pools: dict[int, int],
     ) -> np.ndarray[Any, Any]:
         words = np.zeros((len(trace.calls), POINTERS), np.uint64)
         for number, group in enumerate(groups):
@@ -264,6 +282,9 @@ class _Layout:
                     word |= values[k].astype(np.uint64) << np.uint64(shift)
                 words[calls, pointer] = word
                 self.columns[number, pointer] = columns
+                self.pool_of[number, pointer] = next(
+                    (pools[root] for root in map(int, each.roots) if root in pools), -1
+                )
         return words
 
     def _records(self, group_of: Sequence[int], operands: np.ndarray[Any, Any]) -> None:
@@ -349,14 +370,35 @@ class _Body:
         self.written = {each.ref.root for call in trace.calls for each in call.outputs}
 
 
+@dataclass
+class _Recent:
+    """A call that may come again with the same arrays.
+
+    Attributes:
+        content: what its table held.
+        known: of each array, a weak reference, address, shape and strides.
+        owners: what the call needs besides the arrays.
+    """
+
+    table: _Table
+    content: Any
+    known: list[tuple[Any, int, Any, Any]]
+    owners: list[Any]
+    single: bool
+
+
 class _Table:
     """A place for a table on the bus, and one on the device."""
 
     def __init__(self, words: np.ndarray[Any, Any], source: int, memory: Any, address: int) -> None:
         self.words, self.source, self.memory, self.address = words, source, memory, address
         self.content: Any = None
+        self.accesses: Any = None  # what a call with this content touches
         self.groups: Any = None
         self.ticket: Ticket | None = None
+        self.task = np.zeros(1, TASK)
+        """The call as it goes into the ring; its words by number."""
+        self.task_words = self.task.view(np.uint64)
 
 
 class _Copy:
@@ -368,6 +410,8 @@ class _Copy:
         self.arena_address = 0
         self.done: dict[_Layout, tuple[Any, int]] = {}
         self.tables: dict[_Layout, list[_Table]] = {}
+        self.last_table: _Table | None = None
+        self.recent: OrderedDict[tuple[int, ...], _Recent] = OrderedDict()
         self.ticket: Ticket | None = None
 
 
@@ -417,10 +461,10 @@ class Program:
         self._lock = threading.Lock()
         self._bodies: list[_Body] = []
         self._known: OrderedDict[Any, _Resolved] = OrderedDict()
+        self._known_bytes = 0
         self._copies = [_Copy() for _ in range(copies)]
         self._turn = 0
         self._epoch = 0
-        self._task = np.zeros(1, TASK)
         self._parts: list[tuple[int, int]] = []
         weakref.finalize(self, runtime._tables.give, self._parts).atexit = False
 
@@ -470,8 +514,7 @@ class Program:
                 be others. None at all where the recording was made with `record`: the same arrays again.
             out: for what the recorded function returned, arrays to write: C-contiguous, one or a tuple; None
                 allocates them.
-            after, timeout_s: as in `Runtime.submit`. A call of the same copy that still runs is waited for
-                besides; where that makes more than two, by the host.
+            after, timeout_s: as in `Runtime.submit`. A call of the same copy comes before.
 
         Returns:
             A Ticket whose result is what the recorded function returned: an array, a tuple, or None.
@@ -484,6 +527,11 @@ class Program:
         runtime._check_open()
         if runtime._recorders and threading.get_ident() in runtime._recorders:
             raise ArgumentError("a program inside a recording: call its function instead")
+        if after is None and timeout_s is None:
+            with self._lock:
+                ticket = self._again(arguments, out)
+            if ticket is not None:
+                return ticket
         views = self._views(trace, arguments)
         key = _key(views)
         resolved = self._known.get(key)
@@ -491,7 +539,7 @@ class Program:
             with self._lock:
                 resolved = self._resolve(key, views)
         trace = resolved.body.trace
-        results, handed, given = self._results(resolved, views, out)
+        results, handed = self._results(resolved, views, out)
         arrays = {
             number: view for number, view in zip(trace.arguments, views, strict=True) if number >= 0
         } | results
@@ -500,7 +548,10 @@ class Program:
             streams = [view.stream for view in arrays.values() if view.stream is not None]
             runtime._streams.settle(owners, streams, timeout_s)
         with self._lock:
-            return self._send(resolved, arrays, handed, given, owners, after, timeout_s)
+            copy = self._copies[self._turn]
+            ticket = self._send(resolved, arrays, handed, owners, after, timeout_s)
+            self._remember(copy, resolved, arguments, out)
+        return ticket
 
     def _views(self, trace: Trace, arguments: Sequence[Any]) -> list[Any]:
         """Arguments as views and numbers, checked against those that were recorded."""
@@ -545,8 +596,8 @@ class Program:
 
     def _results(
         self, resolved: _Resolved, views: Sequence[Any], out: Any
-    ) -> tuple[dict[int, ArrayView], Any, bool]:
-        """Arrays for what the program gives, what the ticket hands out, and whether the caller gave them."""
+    ) -> tuple[dict[int, ArrayView], Any]:
+        """Arrays for what the program gives, and what the ticket hands out."""
         trace, machine = resolved.body.trace, self._runtime._machine
         roots = list(resolved.outputs)
         views_of: dict[int, ArrayView] = {}
@@ -596,8 +647,8 @@ class Program:
                 at = trace.arguments.index(output.root)
                 handed.append(apply(views[at].owner, output.recipe, output.indices))
         if resolved.body.trace.single:
-            return views_of, handed[0], out is not None
-        return views_of, (tuple(handed) if handed else None), out is not None
+            return views_of, handed[0]
+        return views_of, (tuple(handed) if handed else None)
 
     @staticmethod
     def _like(trace: Trace, views: Sequence[Any]) -> Any:
@@ -614,7 +665,6 @@ class Program:
         resolved: _Resolved,
         arrays: dict[int, ArrayView],
         handed: Any,
-        given: bool,
         owners: list[Any],
         after: Any,
         timeout_s: float | None,
@@ -632,18 +682,24 @@ class Program:
                         runtime._intern(resolved.groups[group]["words"].view(np.uint16)[44:50], walks)
                     resolved.epoch = runtime._layouts.epoch
                     resolved.version += 1
-                return self._enqueue(copy, resolved, arrays, handed, given, owners, after, timeout_s)
-        return self._enqueue(copy, resolved, arrays, handed, given, owners, after, timeout_s)
+                return self._enqueue(copy, resolved, arrays, handed, owners, after, timeout_s)
+        return self._enqueue(copy, resolved, arrays, handed, owners, after, timeout_s)
 
-    @staticmethod
-    def _accesses(resolved: _Resolved, arrays: dict[int, ArrayView]) -> np.ndarray[Any, Any]:
-        """What a call may write, for the order of tasks: all of its arrays, or where they are too many to
-        tell, or some were captured, all memory."""
-        ranges = [byte_range(view) for view in arrays.values()]
-        captured = any(root.kind == "constant" for root in resolved.body.trace.roots)
-        if captured or len(ranges) > MOST_RANGES:
-            ranges = [(0, MASK_64)]
-        return np.frombuffer(pack_ranges((), ranges), ACCESS)
+    def _accesses(self, resolved: _Resolved, arrays: dict[int, ArrayView]) -> np.ndarray[Any, Any]:
+        """What a call touches, for the order of tasks: where that is too much to tell one by one, all that
+        lies between what it reads, and if need be between what it writes."""
+        body = resolved.body
+        parts: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        for number in resolved.layout.based:
+            view = arrays[number] if number in arrays else self._example(body.trace, number)
+            if view.count:
+                parts[number in body.written].append(byte_range(view))
+        reads, writes = parts
+        if len(reads) + len(writes) > MOST_RANGES and reads:
+            reads = [(min(low for low, _ in reads), max(high for _, high in reads))]
+        if len(reads) + len(writes) > MOST_RANGES:
+            writes = [(min(low for low, _ in writes), max(high for _, high in writes))]
+        return np.frombuffer(pack_ranges(reads, writes), ACCESS).copy()
 
     def _enqueue(
         self,
@@ -651,40 +707,92 @@ class Program:
         resolved: _Resolved,
         arrays: dict[int, ArrayView],
         handed: Any,
-        given: bool,
         owners: list[Any],
         after: Any,
         timeout_s: float | None,
     ) -> Ticket:
-        runtime, layout = self._runtime, resolved.layout
+        layout = resolved.layout
         addresses = tuple(view.address for view in arrays.values())
         content = (id(resolved), resolved.version, copy.arena_address, addresses)
         table, size = self._table(copy, resolved, content, arrays)
-        self._epoch += 1
-        task = self._task[0]
-        task["flags"], task["run"], task["tiles"] = int(Flag.PROGRAM), 1, layout.runs_count
-        task["inputs"] = (*layout.addresses, table.address)
-        task["outputs"] = copy.done[layout][1], table.source
-        task["count"] = self._epoch
-        words = task["scalars"].view(np.uint64)
-        words[0], words[1] = size, 8 * layout.groups_at
-        tickets = [] if after is None else [after] if isinstance(after, Ticket) else list(after)
-        last = copy.ticket
-        if last is not None and not last.done:
-            if len(tickets) >= 2:
-                last.wait(timeout_s)
-            else:
-                tickets.append(last)
-        held = [owners, self, table, copy.arena, copy.done[layout], layout]
-        accesses = self._accesses(resolved, arrays) if runtime._tracks else None
-        ticket = runtime._send(
-            self._task, "program", handed, held, False, tickets or None, timeout_s, accesses
-        )
+        words = table.task_words
+        words[FLAGS_WORD] = int(Flag.PROGRAM) << 32
+        words[TILES_WORD] = 1 | layout.runs_count << 32
+        words[POINTERS_WORD : POINTERS_WORD + MAX_INPUTS] = (*layout.addresses, table.address)
+        words[POINTERS_WORD + MAX_INPUTS : POINTERS_WORD + FIFTH] = copy.done[layout][1], table.source
+        words[BYTES_WORD : BYTES_WORD + 2] = size, 8 * layout.groups_at
+        owners = [*owners, self, resolved, table, copy.arena, copy.done[layout]]
+        ticket = self._put(copy, table, handed, owners, after, timeout_s)
         # Only now: a call that was refused has changed nothing that the next one relies on.
-        table.content, table.ticket, copy.ticket = content, ticket, ticket
+        table.content = content
         table.groups = id(resolved), resolved.version
+        words[BYTES_WORD] = 0  # the table is there for the calls that follow
+        return ticket
+
+    def _put(
+        self, copy: _Copy, table: _Table, handed: Any, owners: list[Any], after: Any, timeout_s: float | None
+    ) -> Ticket:
+        """Enqueue the call that a table's task says."""
+        table.task_words[EPOCH_WORD] = self._epoch = self._epoch + 1
+        tickets: Any = copy.ticket  # done or not: the device finds out faster
+        if after is not None:
+            tickets = [after] if isinstance(after, Ticket) else list(after)
+            if copy.ticket is not None:
+                tickets.append(copy.ticket)
+        ticket = self._runtime._send(
+            table.task, "program", handed, owners, False, tickets, timeout_s, table.accesses
+        )
+        table.ticket = copy.ticket = ticket
+        copy.last_table = table
         self._turn = (self._turn + 1) % len(self._copies)
         return ticket
+
+    # --- the same arrays again ---
+
+    def _again(self, arguments: tuple[Any, ...], out: Any) -> Ticket | None:
+        """The short way of a call with the very arrays of one before. None where anything is new."""
+        copy = self._copies[self._turn]
+        outs = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        given = (*arguments, *outs)
+        recent = copy.recent.get(tuple(map(id, given)))
+        if recent is None or recent.table.content != recent.content:
+            return None
+        for each, known in zip(given, recent.known, strict=True):
+            reference, address, shape, strides = known
+            if reference() is not each or tuple(each.shape) != shape:
+                return None
+            if hasattr(each, "data_ptr"):
+                if each.data_ptr() != address or each.stride() != strides:
+                    return None
+            elif each.ctypes.data != address or each.strides != strides:
+                return None
+        if self._runtime._settle:
+            self._runtime._streams.settle(list(given), [], None)
+        handed = None if out is None else out if recent.single else outs
+        return self._put(copy, recent.table, handed, [given, *recent.owners], None, None)
+
+    def _remember(self, copy: _Copy, resolved: _Resolved, arguments: tuple[Any, ...], out: Any) -> None:
+        """Let the next call with these arrays take the short way, if there is one for them."""
+        trace, table = resolved.body.trace, copy.last_table
+        outs = () if out is None else tuple(out) if isinstance(out, list | tuple) else (out,)
+        given = (*arguments, *outs)
+        if table is None or resolved.walks or len(trace.outputs) != len(outs):
+            return
+        if min(trace.arguments, default=0) < 0:
+            return
+        known = []
+        for each in given:
+            if type(each) is np.ndarray:
+                known.append((weakref.ref(each), each.ctypes.data, each.shape, each.strides))
+            elif hasattr(each, "data_ptr"):
+                known.append((weakref.ref(each), each.data_ptr(), tuple(each.shape), each.stride()))
+            else:
+                return
+        owners = [self, resolved, table, copy.arena, copy.done[resolved.layout]]
+        entry = _Recent(table, table.content, known, owners, trace.single)
+        copy.recent[tuple(map(id, given))] = entry
+        while len(copy.recent) > RECENT:
+            copy.recent.popitem(last=False)
 
     def _prepare_arena(self, copy: _Copy, resolved: _Resolved) -> None:
         if copy.arena_bytes < resolved.arena:
@@ -728,6 +836,7 @@ class Program:
         tables.append(chosen)  # the one used longest ago comes first
         chosen.content = None
         chosen.words[: layout.places] = bases
+        chosen.accesses = self._accesses(resolved, arrays)
         if chosen.groups == (id(resolved), resolved.version):
             return chosen, -(-8 * layout.places // 16) * 16
         chosen.groups = None
@@ -818,8 +927,11 @@ class Program:
                     raise
                 resolved = self._record_again(key, views)
         self._known[key] = resolved
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._known_bytes += resolved.groups.nbytes
+        while len(self._known) > 1 and (
+            len(self._known) > REMEMBERED or self._known_bytes > REMEMBERED_BYTES
+        ):
+            self._known_bytes -= self._known.popitem(last=False)[1].groups.nbytes
         return resolved
 
     def _record_again(self, key: Any, views: Sequence[Any]) -> _Resolved:
@@ -855,62 +967,50 @@ class Program:
         layout = grouping.layouts.get(key)
         if layout is None:
             layout = _Layout(
-                trace, grouping, chosen, [], runtime._machine.max_workers,
+                trace, grouping, chosen, runtime._machine.max_workers,
                 min(runtime.config.capacity, (1 << 16) - 1),
             )  # fmt: skip
             layout.upload(runtime._machine)
             grouping.layouts[key] = layout
-        class_dtype = {c: root.dtype for c, root in zip(grouping.class_of, trace.roots, strict=True)}
         at, pool_at, pool_bytes = 0, [], []
         for (kind, whose), slots in zip(layout.pools, layout.pool_slots, strict=True):
             if kind == "class":
-                size = int(np.prod(shapes[whose][0], dtype=np.int64)) * ITEMSIZE[class_dtype[whose]]
+                size = math.prod(shapes[whose][0]) * ITEMSIZE[grouping.dtypes[whose]]
             else:
                 size = chosen[whose].workspace
             size = -(-max(1, size) // LINE) * LINE
             pool_at.append(at)
             pool_bytes.append(size)
             at += size * slots
-        groups = np.zeros(len(chosen), PROGRAM_GROUP)
+        packed: list[bytes] = []
         steps: dict[tuple[int, int], list[int]] = {}
         walks = []
         for number, (plan, dtypes, followed, numbers) in enumerate(plans):
-            group = grouping.groups[number]
             pointers = dict(followed)
             if plan.workspace:
                 pointers[WORKSPACE] = (Followed((), (), 0, (), ()), DType.U8)
             addresses = [0] * POINTERS
             for pointer, word in numbers.items():
                 addresses[pointer] = word
+            strides = [0] * (2 * POINTERS)
             for pointer, (found, dtype) in pointers.items():
                 size = ITEMSIZE[dtype]
-                addresses[pointer] = found.offset * size
-                roots = group.places[pointer].roots if pointer in group.places else None
-                pool = None
-                if pointer == WORKSPACE and roots is None:
-                    pool = layout.pools.index(("workspace", number))
-                elif roots is not None:
-                    owner = ("class", grouping.class_of[int(roots[0])])
-                    pool = layout.pools.index(owner) if owner in layout.pools else None
-                slot = pool_bytes[pool] if pool is not None else 0
-                every = [slot, *(step * size for step in found.steps)]
+                addresses[pointer] = (found.offset * size) & WORD
+                pool = layout.pool_of[number, pointer]
+                every = [0 if pool < 0 else pool_bytes[pool], *(step * size for step in found.steps)]
                 steps[number, pointer] = every
                 for column, which in enumerate(layout.columns[number, pointer]):
-                    groups[number]["steps"][pointer][column] = every[which + 1] & ((1 << 64) - 1)
+                    strides[2 * pointer + column] = every[which + 1] & WORD
             flags = (Flag.STRIDED if plan.walks else 0) | (Flag.MERGE if plan.merge else 0)
-            task = np.zeros(1, TASK)
-            task["op_id"], task["flags"], task["run"] = plan.op_id, int(flags), 1
-            task["tiles"], task["count"], task["dtypes"] = max(1, plan.tiles), plan.count, dtypes
-            words = task.view(np.uint64)
-            words[2:8] = [word & ((1 << 64) - 1) for word in addresses[:FIFTH]]
             scalars = plan.scalars.ljust(SCALAR_BYTES, b"\0")
             if FIFTH in pointers:
-                fifth = (addresses[FIFTH] & ((1 << 64) - 1)).to_bytes(8, "little")
-                scalars = scalars[:FIFTH_INPUT] + fifth
-            task["scalars"] = np.frombuffer(scalars, np.uint8)
-            groups[number]["words"] = words
+                scalars = scalars[:FIFTH_INPUT] + addresses[FIFTH].to_bytes(8, "little")
+            head = (plan.op_id, int(flags), 1, plan.tiles, *addresses[:FIFTH], plan.count)
+            packed.append(_HEAD.pack(*head, 0, 0, *[0] * 6, dtypes, scalars))
+            packed.append(_STEPS.pack(*strides))
             if plan.walks:
                 walks.append((number, plan.walks))
+        groups = np.frombuffer(b"".join(packed), PROGRAM_GROUP).copy()
         outputs = {
             root: (shapes[grouping.class_of[root]][0], trace.roots[root].dtype) for root in body.results
         }

@@ -965,8 +965,8 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
     BEGUN = u64(field(LANE, "begun"))
     ZERO, ONE, TWO, EIGHT, SIXTEEN, HALF = u64(0), u64(1), u64(2), u64(8), u64(16), u64(32)
     TASK_SIZE, HIGH_HALF = u64(TASK_BYTES), u64(0xFFFFFFFF00000000)
-    LINK, AFTER_0, AFTER_1, FOLLOW = (
-        u64(flag << 32) for flag in (Flag.LINK, Flag.AFTER_0, Flag.AFTER_1, Flag.FOLLOW)
+    LINK, AFTER_0, AFTER_1, FOLLOW, PROGRAM = (
+        u64(flag << 32) for flag in (Flag.LINK, Flag.AFTER_0, Flag.AFTER_1, Flag.FOLLOW, Flag.PROGRAM)
     )
     KEEP = u64(MASK_64 & ~((Flag.LINK | Flag.AFTER_0 | Flag.AFTER_1 | Flag.FOLLOW) << 32))
     AFTER_AT, LISTED, COUNT_AT, RANGE = (
@@ -1104,7 +1104,7 @@ def make_fill_ordered(m: HostPrimitives) -> Body:
             access = accesses + index * ACCESS_SIZE
             shape = load(source + EIGHT)
             alone = ZERO  # 1 where no run can hold it
-            if shape >> HALF > ONE:
+            if shape >> HALF > ONE or load(source) & PROGRAM != ZERO:
                 alone = ONE
             begin(order, retired)
             several = ZERO
