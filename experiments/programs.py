@@ -14,6 +14,7 @@ from itertools import count as counter
 from typing import Any
 
 import numpy as np
+import typer
 
 from .baselines import cuda_torch
 from .harness import Case, Results
@@ -128,4 +129,4 @@ def draw(results: Results, figure: Any) -> None:
 main = command("programs", questions, draw)
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
