@@ -46,7 +46,7 @@ def chain100(lab: Lab) -> Case:
     x, b = slab[0], slab[1]
     rt = lab.rt
     chain = rt.batch("add", [((x, b), x)] * LENGTH)
-    fresh = rt.batch("mul", [((x, 0.0), x)])
+    fresh = rt.batch("fill", [((), x)], value=0.0)
     whole = gpuos.Batch.concatenate([fresh, chain])
     systems = [
         lab.ours(lambda: rt.submit_batch(whole).wait(TIMEOUT_S), count=LENGTH),
@@ -54,7 +54,7 @@ def chain100(lab: Lab) -> Case:
     ]
 
     def one_by_one() -> None:
-        rt.mul(x, 0.0, out=x)
+        rt.fill(out=x, value=0.0)
         for _ in range(LENGTH):
             rt.add(x, b, out=x)
         rt.synchronize(TIMEOUT_S)
