@@ -1,6 +1,4 @@
-"""How soon an injected operator runs, how long the executor pauses for it, and what 1,000 swaps lose.
-
-python -m experiments.injection [--machine cpu] [--quick]
+"""What does injection cost, and what do 1,000 swaps lose? `python -m experiments.injection [--quick]`
 
 The largest pause is what a producer without the GIL sees: it submits one task after another and remembers the
 longest time between two completions. `pause_none` is the same while nothing is injected: the noise. Every

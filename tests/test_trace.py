@@ -52,7 +52,8 @@ def test_every_task_is_in_the_trace_once_with_its_operator(
     assert [e["args"]["position"] for e in workers(events, "add")] == sorted(positions)
     assert sorted(e["args"]["position"] for e in workers(events, "mul")) == list(range(first, first + count))
     submitted = spans(events, HOST, "submit mul")
-    assert len(submitted) == 1 and submitted[0]["args"]["tasks"] == 30
+    # The chain, and a task that waits for what it depends on, where that is still under way.
+    assert len(submitted) == 1 and 30 <= submitted[0]["args"]["tasks"] <= 31
     ingested = [(e["args"]["position"], e["args"]["tasks"]) for e in spans(events, DEVICE, "ingest")]
     assert {first + i for first, count in ingested for i in range(count)} >= set(positions)
     assert trace.records >= 20 + 30 / 8 and trace.dropped == 0
