@@ -213,8 +213,8 @@ def test_tickets_are_drawn_with_acquire_and_release(flow: Callable[[str], Flow])
 
 @pytest.mark.parametrize(
     ("symbol", "waits"),
-    # Room in the queue, in both kinds of window. An item, and two tasks before it; of a program's call the same
-    # two, and each lower run, of which the first look lies in the loop over them too.
+    # Room in the queue, in both kinds of window. An item, and two tasks before it; of a program's call the
+    # same two, and each lower run, of which the first look lies in the loop over them too.
     [(PUMP, 2), (WORKER, 7)],
     ids=["pump", "worker"],
 )
