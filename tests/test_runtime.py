@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gpuos_numba
-from gpuos_numba import Batch, QueueFull, Runtime, Status, TaskError, Ticket, WaitTimeout
+from gpuos_numba import Batch, QueueFull, Runtime, Status, TaskError, Ticket, WaitTimeout, testing
 from gpuos_numba.protocol import FAILURE_SLOTS
 
 F32 = np.float32
@@ -592,3 +592,18 @@ def test_a_million_tasks_through_four_slots() -> None:
 @pytest.mark.timeout(900)
 def test_ten_million_tasks_through_four_slots() -> None:
     _stress("cpu", 10_000_000)
+
+
+def test_a_launch_is_as_wide_as_the_tiles_that_wait(machine: str) -> None:
+    """One tiled task is work for many blocks."""
+    with Runtime(machine, workers=2, quiet_workers=1) as rt:
+        rt.nop().wait(10)
+        rt.park()
+        rt.nop().wait(10)
+        assert rt.stats().workers == 1
+        rt.park()
+        out = testing.to_device(rt, np.zeros(1 << 20, np.float32))
+        batch = rt.batch("fill", [((), out)], value=1.0)
+        assert batch.tasks["tiles"][0] > 2
+        rt.submit_batch(batch).wait(10)
+        assert rt.stats().workers == 2

@@ -180,35 +180,45 @@ def make_unlock_launches(m: HostPrimitives) -> Body:
 
 @cache
 def make_backlog(m: HostPrimitives) -> Body:
-    """`backlog(host, enough)` -> tasks that wait for a launch; where some are withheld, those before them.
+    """`backlog(host, enough)` -> items that wait for a launch: a tiled task is as many as it has tiles, a
+    call of a program as many as it has runs. More than `enough` is not told apart.
 
-    More than `enough` is not told apart then. What stands behind a withheld task must not widen a launch: it
-    would only be in the way of what that task waits for.
+    Where tasks are withheld, those before them: what stands behind must not widen a launch, it would only be
+    in the way of what the withheld task waits for.
     """
     u64 = m.u64
     load_u64, load_relaxed_sys, load_acquire_sys = m.load_u64, m.load_relaxed_sys, m.load_acquire_sys
     STATE, WORDS = u64(field(HOST_CONTEXT, "state")), u64(field(HOST_CONTEXT, "words"))
     STAMPS, MASK = u64(field(HOST_CONTEXT, "stamps")), u64(field(HOST_CONTEXT, "mask"))
     CLAIMED, GATED = u64(field(HOST_WORDS, "claimed")), u64(field(HOST_WORDS, "gated"))
-    INGESTED = u64(field(HOST_STATE, "ingested"))
-    ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
+    INGESTED, RING = u64(field(HOST_STATE, "ingested")), u64(field(HOST_CONTEXT, "ring"))
+    ZERO, ONE, EIGHT, HALF, TASK_SIZE = u64(0), u64(1), u64(8), u64(32), u64(TASK_BYTES)
+    assert offset("tiles") == 12
 
     def backlog(host: Any, enough: Any) -> Any:
         words = load_u64(host + WORDS)
         claimed = load_acquire_sys(words + CLAIMED)
         ingested = load_acquire_sys(load_u64(host + STATE) + INGESTED)
+        gated = load_relaxed_sys(words + GATED)
         count = claimed - ingested
-        if load_relaxed_sys(words + GATED) != ZERO:
-            stamps = load_u64(host + STAMPS)
-            mask = load_u64(host + MASK)
-            ready = ZERO
-            while ready < count and ready <= enough:
-                position = ingested + ready
-                if load_acquire_sys(stamps + (position & mask) * EIGHT) != position + ONE:
-                    break
-                ready += ONE
-            count = ready
-        return count
+        if count > enough and gated == ZERO:
+            return count
+        stamps, ring, mask = load_u64(host + STAMPS), load_u64(host + RING), load_u64(host + MASK)
+        items = ZERO
+        index = ZERO
+        while index < count and items <= enough:
+            slot = (ingested + index) & mask
+            # Acquire: the descriptor is whole. Pairs with the release in publish.
+            stamp = load_acquire_sys(stamps + slot * EIGHT)
+            if stamp == ingested + index + ONE:
+                tiles = load_u64(ring + slot * TASK_SIZE + EIGHT) >> HALF
+                if tiles > ONE:
+                    items += tiles - ONE
+            elif gated != ZERO:
+                break
+            items += ONE
+            index += ONE
+        return items
 
     return m.device(backlog)
 
