@@ -1398,6 +1398,40 @@ class Runtime:
         ticket._linked, ticket._count = bool(in_order), count
         return ticket
 
+    def _send_known(
+        self, operator: str, task: int, touched: int, waits: int, owners: Any, out: Any
+    ) -> Ticket | None:
+        """As `_send`, for one task that lies at an address, as does what it touches and, unless 0, the first
+        and last position that it waits for. None where it was not enqueued: `_send` it."""
+        if self._trace is not None or not self._lanes.simple:
+            return None
+        local = self._local
+        done, written, nobody_serves = self._ordered.submit(
+            self._address,
+            self._order,
+            task,
+            touched if self._tracks else 0,
+            1,
+            0,
+            waits,
+            1 if waits else 0,
+            time.monotonic_ns() + _SLICE_NS,
+            local.ranges_address,
+            _RANGES,
+        )
+        if not done:
+            return None  # joins that were enqueued for it wait for less than those to come
+        ranges = [(first, length) for first, length in local.ranges[:written].tolist()]
+        held = self._held
+        held.append(((ranges[-1][0] + ranges[-1][1]) & MASK_64, owners))
+        if nobody_serves:
+            self._keeper.ensure_served()
+        if len(held) > 1024:
+            self._tidy()
+        ticket = Ticket(self, operator, ranges, out)
+        ticket._count = 1
+        return ticket
+
     def _hold_back(self, depth: int, deadline_ns: int) -> None:
         """Wait until no more than `depth` tasks are unfinished, or until the deadline."""
         while True:

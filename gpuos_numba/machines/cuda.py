@@ -209,6 +209,11 @@ class CudaMachine:
         record["call"] = int(ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0)
         self.stream_query = int(ctypes.cast(library.cuStreamQuery, ctypes.c_void_p).value or 0)
         """Address of cuStreamQuery, for compiled code."""
+        self._get_context, self._query = library.cuCtxGetCurrent, library.cuStreamQuery
+        self._get_capturing, self._context_number = library.cuStreamIsCapturing, int(self._context_handle)
+        pointer = ctypes.c_void_p
+        self._get_context.argtypes, self._query.argtypes = [pointer], [pointer]
+        self._get_capturing.argtypes = [pointer, pointer]
 
     def prepare(self, op_id: int) -> None:
         """Every kernel is linked in."""
@@ -360,7 +365,20 @@ class CudaMachine:
             return int(torch._C._cuda_getCurrentRawStream(self.device))
         return 0
 
+    def _quick_state(self, stream: int) -> str | None:
+        """As `stream_state`, a third of its time; None where anything is out of the ordinary."""
+        context, capturing = ctypes.c_void_p(), ctypes.c_int()
+        if self._get_context(ctypes.byref(context)) != 0 or context.value != self._context_number:
+            return None
+        if self._get_capturing(stream, ctypes.byref(capturing)) != 0 or capturing.value != 0:
+            return None
+        error = self._query(stream)
+        return IDLE if error == 0 else BUSY if error == NOT_READY else None
+
     def stream_state(self, stream: int) -> str:
+        quick = self._quick_state(stream)
+        if quick is not None:
+            return quick
         # Asked first: a query ends a capture in an error.
         with self._current():
             error, capturing = self._driver.cuStreamIsCapturing(stream)
