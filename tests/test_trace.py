@@ -118,6 +118,20 @@ def test_launches_parks_and_new_operators_are_in_the_trace(
     assert {"host", "executor", "pump", "launches", "worker 1"} <= named
 
 
+def test_a_thread_that_follows_another_has_a_track_of_its_own(
+    runtime: Runtime, to_device: Any, tmp_path: Path
+) -> None:
+    a = to_device(np.ones(64))
+    path = tmp_path / "t.json"
+    with runtime.trace(path):
+        for number in range(3):  # each likely has the identity of the one before, which has ended
+            thread = threading.Thread(target=lambda: runtime.exp(a).wait(TIMEOUT_S), name=f"after {number}")
+            thread.start()
+            thread.join()
+    names = {e["args"]["name"] for e in load(path) if e["ph"] == "M" and e["pid"] == HOST}
+    assert {"after 0", "after 1", "after 2"} <= names
+
+
 def test_each_thread_that_submits_is_a_track(runtime: Runtime, to_device: Any, tmp_path: Path) -> None:
     a = to_device(np.ones(64))
     path = tmp_path / "t.json"

@@ -7,6 +7,7 @@ mapped onto the host's by tasks that do nothing: each was seen to run between tw
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -95,6 +96,8 @@ class Trace:
         self._tasks: list[tuple[int, int, str]] = []  # (first position, count, operator)
         self._pings: list[list[tuple[int, int, int]]] = []  # rounds of (host before, position, host after)
         self._threads: dict[int, str] = {}
+        self._track = threading.local()  # not the thread's identity, which a later thread may get
+        self._tracks = itertools.count(1)
         try:
             import nvtx
         except ImportError:
@@ -135,8 +138,9 @@ class Trace:
         now = time.monotonic_ns()
         if began[1] is not None:
             self._nvtx.end_range(began[1])
-        thread = threading.get_ident()
-        if thread not in self._threads:
+        thread = getattr(self._track, "number", 0)
+        if thread == 0:
+            thread = self._track.number = next(self._tracks)
             self._threads[thread] = threading.current_thread().name
         self._events.append(_span(name, _HOST, thread, began[0], now, arguments))
 
