@@ -118,35 +118,26 @@ def test_launches_parks_and_new_operators_are_in_the_trace(
     assert {"host", "executor", "pump", "launches", "worker 1"} <= named
 
 
-def test_a_thread_that_follows_another_has_a_track_of_its_own(
-    runtime: Runtime, to_device: Any, tmp_path: Path
-) -> None:
-    a = to_device(np.ones(64))
-    path = tmp_path / "t.json"
-    with runtime.trace(path):
-        for number in range(3):  # each likely has the identity of the one before, which has ended
-            thread = threading.Thread(target=lambda: runtime.exp(a).wait(TIMEOUT_S), name=f"after {number}")
-            thread.start()
-            thread.join()
-    names = {e["args"]["name"] for e in load(path) if e["ph"] == "M" and e["pid"] == HOST}
-    assert {"after 0", "after 1", "after 2"} <= names
-
-
 def test_each_thread_that_submits_is_a_track(runtime: Runtime, to_device: Any, tmp_path: Path) -> None:
     a = to_device(np.ones(64))
     path = tmp_path / "t.json"
+
+    def producer(name: str) -> threading.Thread:
+        thread = threading.Thread(target=lambda: runtime.exp(a).wait(TIMEOUT_S), name=name)
+        thread.start()
+        return thread
+
     with runtime.trace(path):
-        threads = [
-            threading.Thread(target=lambda: runtime.exp(a).wait(TIMEOUT_S), name=f"producer {i}")
-            for i in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        for thread in [producer("beside 0"), producer("beside 1")]:
             thread.join()
-    events = load(path)
-    names = {e["args"]["name"] for e in events if e["ph"] == "M" and e["pid"] == HOST}
-    assert {"producer 0", "producer 1"} <= names
+        for number in range(3):  # each likely has the identity of the one before, which has ended
+            producer(f"after {number}").join()
+    named = [e for e in load(path) if e["ph"] == "M" and e["name"] == "thread_name" and e["pid"] == HOST]
+    tracks = {e["args"]["name"]: e["tid"] for e in named}
+    assert {"beside 0", "beside 1", "after 0", "after 1", "after 2"} <= set(tracks)
+    assert len(set(tracks.values())) == len(named)
+    spans = [e for e in load(path) if e["ph"] == "X" and e["pid"] == HOST]
+    assert all(any(e["tid"] == track for e in spans) for track in tracks.values())
 
 
 def test_records_that_do_not_fit_are_counted_and_the_newest_are_kept(tmp_path: Path) -> None:
