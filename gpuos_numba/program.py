@@ -749,11 +749,9 @@ class Program:
                 "program", table.task_address, table.touched, waits, owners, handed
             )
         if ticket is None:
-            tickets: Any = copy.ticket
-            if after is not None:
-                tickets = [after] if isinstance(after, Ticket) else list(after)
-                if copy.ticket is not None:
-                    tickets.append(copy.ticket)
+            tickets = [] if after is None else [after] if isinstance(after, Ticket) else list(after)
+            if copy.ticket is not None:
+                tickets.append(copy.ticket)
             ticket = self._runtime._send(
                 table.task, "program", handed, owners, False, tickets, timeout_s, table.accesses
             )

@@ -1402,7 +1402,7 @@ class Runtime:
         self, operator: str, task: int, touched: int, waits: int, owners: Any, out: Any
     ) -> Ticket | None:
         """As `_send`, for one task that lies at an address, as does what it touches and, unless 0, the first
-        and last position that it waits for. None where it was not enqueued: `_send` it."""
+        and last position that it waits for. Never waits. None where it was not enqueued: `_send` it."""
         if self._trace is not None or not self._lanes.simple:
             return None
         local = self._local
@@ -1415,12 +1415,12 @@ class Runtime:
             0,
             waits,
             1 if waits else 0,
-            time.monotonic_ns() + _SLICE_NS,
+            0,
             local.ranges_address,
             _RANGES,
         )
         if not done:
-            return None  # joins that were enqueued for it wait for less than those to come
+            return None  # the ring is full; joins that went in ahead of the task do no harm
         ranges = [(first, length) for first, length in local.ranges[:written].tolist()]
         held = self._held
         held.append(((ranges[-1][0] + ranges[-1][1]) & MASK_64, owners))

@@ -366,7 +366,7 @@ class CudaMachine:
         return 0
 
     def _quick_state(self, stream: int) -> str | None:
-        """As `stream_state`, a third of its time; None where anything is out of the ordinary."""
+        """As `stream_state`, without the driver bindings; None where anything is out of the ordinary."""
         context, capturing = ctypes.c_void_p(), ctypes.c_int()
         if self._get_context(ctypes.byref(context)) != 0 or context.value != self._context_number:
             return None
