@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "experiments" / "results"
+LOCAL = STORED / "local"
 DISTRIBUTIONS = ("gpuos-numba", "numpy", "numba", "llvmlite", "numba-cuda", "cuda-bindings", "torch",
                  "cupy-cuda12x", "cupy-cuda13x")  # fmt: skip
 SCALE = {"ns": 1.0, "us": 1e3, "ms": 1e6}
@@ -270,11 +272,17 @@ class Results:
         return a.median / b.median if a.median and b.median else None
 
     @property
-    def default_path(self) -> Path:
-        """`experiments/results/<experiment>.<device>.json`."""
+    def file_name(self) -> str:
+        """`<experiment>.<device>.json`."""
         plain = re.sub(r"\((r|tm)\)|\bcpu\b", "", self.device.lower())
         device = re.sub(r"[^a-z0-9.]+", "-", plain).strip("-")
-        return ROOT / "experiments" / "results" / f"{self.experiment}.{device}.json"
+        return f"{self.experiment}.{device}.json"
+
+    @property
+    def default_path(self) -> Path:
+        """Where they go unless told: a folder that Git ignores, so that to measure changes no stored result.
+        `python -m experiments.report --store` stores them."""
+        return LOCAL / self.file_name
 
     def write(self, path: Path) -> None:
         """One row a line, so that a changed figure is a changed line."""

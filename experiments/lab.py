@@ -146,7 +146,7 @@ def command(
     """The command of an experiment.
 
     Args:
-        name: of the experiment, as in `experiments/results/<name>.<device>.json`.
+        name: of the experiment, as in `<name>.<device>.json`.
         questions: what is asked.
         draw: `draw(results, figure)`.
         rounds: in full and with --quick.
@@ -159,7 +159,9 @@ def command(
             MachineChoice, typer.Option(help="auto: a GPU if there is one.")
         ] = MachineChoice.auto,
         quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: does it work?")] = False,
-        json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/.")] = None,
+        json: Annotated[
+            Path | None, typer.Option(help="Results; default experiments/results/local/.")
+        ] = None,
         plot: Annotated[Path | None, typer.Option(help="PNG; default beside the JSON.")] = None,
     ) -> None:
         # A file or a pipe has no width of its own: take what the table needs.

@@ -327,7 +327,7 @@ def plot(results: Results, path: Path) -> None:
 def main(
     machine: Annotated[MachineChoice, typer.Option(help="auto: a GPU if there is one.")] = MachineChoice.auto,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes, few repeats: does it work?")] = False,
-    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/local/.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="PNG; default beside the JSON.")] = None,
 ) -> None:
     """Time small operations by gpuos and by its competitors, verified against NumPy, in the same rounds."""

@@ -353,7 +353,7 @@ def main(
     machine: Annotated[MachineChoice, typer.Option(help="auto: a GPU if there is one.")] = MachineChoice.auto,
     quick: Annotated[bool, typer.Option("--quick", help="Few repeats and examples.")] = False,
     examples: Annotated[int | None, typer.Option(help="How many of each operator.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/local/.")] = None,
 ) -> None:
     """Hold every operator to its spec, and time the common ones against PyTorch and CUDA Graphs."""
     console = Console(width=None if Console().is_terminal else 160)

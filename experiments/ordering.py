@@ -299,7 +299,7 @@ measure = command("ordering", questions, draw)
 def main(
     machine: Annotated[MachineChoice, typer.Option(help="auto: a GPU if there is one.")] = MachineChoice.auto,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and repeats: does it work?")] = False,
-    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/local/.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG; default beside the JSON.")] = None,
     equivalence: Annotated[int, typer.Option(help="Run so many random programs instead.")] = 0,
     first_seed: Annotated[int, typer.Option(help="Seed of the first of them.")] = 0,

@@ -1,8 +1,9 @@
-"""What was found, in words and tables: `python -m experiments.report [--check]`
+"""What was found, in words and tables: `python -m experiments.report [--store] [--check]`
 
 Makes `experiments/REPORT.md`, the part of README.md between its markers, and the plots, from the stored JSON
 files: no figure is typed. Beside each stands what the paper claims, and the strongest competitor, also where
-it wins. `--check` writes nothing and fails where a text is not what the files say.
+it wins. `--store` first takes what was measured on this machine (experiments/results/local/) into them.
+`--check` writes nothing and fails where a text is not what the files say.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from typing import Annotated
 import typer
 
 from .all import NAMES
-from .harness import ROOT, Results, Row
+from .harness import LOCAL, ROOT, STORED, Results, Row
 from .present import advantage, amount, best, failures, groups, is_ours, save
 
-FOLDER = ROOT / "experiments" / "results"
 REPORT, README = ROOT / "experiments" / "REPORT.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by python -m experiments.report -->", "<!-- /results -->"
 
@@ -91,11 +91,21 @@ HEADLINES: list[tuple[str, ...]] = [
 systems is meant, where it is not the best."""
 
 
-def stored(folder: Path = FOLDER) -> list[Results]:
-    """All results but quick ones: GPUs first, then in the order of the experiments."""
-    found = [Results.load(path) for path in sorted(folder.glob("*.json")) if "-quick." not in path.name]
+def stored(folder: Path = STORED) -> list[Results]:
+    """All stored results: GPUs first, then in the order of the experiments."""
+    found = [Results.load(path) for path in sorted(folder.glob("*.json"))]
     place = {name: number for number, name in enumerate(NAMES)}
     return sorted(found, key=lambda r: (r.machine != "cuda", r.device, place.get(r.experiment, 99)))
+
+
+def store(source: Path = LOCAL, target: Path = STORED) -> list[str]:
+    """Move what was measured into the stored results, in place of the same experiment on the same device;
+    names of the files. A quick run is a check, not a result: it stays."""
+    names = sorted(path.name for path in source.glob("*.json") if "-quick." not in path.name)
+    for name in names:
+        (source / name).replace(target / name)
+        (source / name).with_suffix(".png").unlink(missing_ok=True)  # drawn anew from the file
+    return names
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -179,7 +189,7 @@ def question(experiment: str) -> str:
 
 def section(results: Results) -> str:
     """One file."""
-    png = results.default_path.with_suffix(".png")
+    png = (STORED / results.file_name).with_suffix(".png")
     plot = f"![{results.experiment} on {results.device}](results/{png.name})\n\n" if png.exists() else ""
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     said = [f"- {line}" for line in failures(results) if "examples/" not in line]
@@ -247,7 +257,7 @@ def front(every: Sequence[Results]) -> str:
     ]
     heads = ["one operation", "eager PyTorch", "CUDA Graph", "gpuos", "against eager", "strongest competitor",
              "paper, H100"]  # fmt: skip
-    plots = [r.default_path.with_suffix(".png") for r in (files.get("microbench"),) if r is not None]
+    plots = [(STORED / r.file_name).with_suffix(".png") for r in (files.get("microbench"),) if r is not None]
     drawn = "".join(
         f"\n\n![Time per operation on {device}](experiments/results/{path.name})" for path in plots
     )
@@ -266,7 +276,7 @@ def with_front(readme: str, text: str) -> str:
 def redraw(every: Sequence[Results]) -> None:
     """All plots of experiments that draw."""
     for results in every:
-        name, path = f"experiments.{results.experiment}", results.default_path.with_suffix(".png")
+        name, path = f"experiments.{results.experiment}", (STORED / results.file_name).with_suffix(".png")
         module = import_module(name) if find_spec(name) else None
         if module is not None and hasattr(module, "draw"):
             save(results, path, module.draw)
@@ -279,8 +289,13 @@ def main(
         bool, typer.Option("--check", help="Write nothing; fail where something differs.")
     ] = False,
     plots: Annotated[bool, typer.Option(help="Draw the plots anew.")] = True,
+    take: Annotated[bool, typer.Option("--store", help="First store what was measured here.")] = False,
 ) -> None:
     """Make REPORT.md, the README's tables and the plots from the stored results."""
+    if take and check:
+        raise typer.BadParameter("--check writes nothing: give it without --store")
+    for name in store() if take else []:
+        typer.echo(f"{name} stored")
     every = stored()
     if plots and not check:
         redraw(every)

@@ -298,7 +298,7 @@ def goals(results: Results) -> list[str]:
 def main(
     machine: Annotated[MachineChoice, typer.Option(help="auto: a GPU if there is one.")] = MachineChoice.auto,
     quick: Annotated[bool, typer.Option("--quick", help="Few repeats: does it work?")] = False,
-    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/local/.")] = None,
 ) -> None:
     """Time tasks and streams that wait for each other, and what a trace costs."""
     console = Console(width=None if Console().is_terminal else 160)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.harness import Case, Results, Row, System, WrongResult, baseline, measure
+from experiments.harness import STORED, Case, Results, Row, System, WrongResult, baseline, measure
 
 
 class Doubling:
@@ -180,6 +180,12 @@ def test_ratios_are_between_rows_of_one_file_and_one_metric(results: Results) ->
 
 
 def test_the_file_is_named_after_experiment_and_device(results: Results) -> None:
-    assert results.default_path.name == "demo.nvidia-h200.json"
+    assert results.file_name == "demo.nvidia-h200.json"
     results.device = "Intel(R) Xeon(R) CPU @ 2.10GHz"
-    assert results.default_path.name == "demo.intel-xeon-2.10ghz.json"
+    assert results.file_name == "demo.intel-xeon-2.10ghz.json"
+
+
+def test_to_measure_changes_no_stored_result(results: Results) -> None:
+    assert results.default_path.parent not in (STORED, *STORED.parents)
+    ignored = (STORED / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert f"{results.default_path.parent.relative_to(STORED)}/" in ignored

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from experiments import report
@@ -34,6 +36,22 @@ def test_the_readme_and_the_report_are_what_the_stored_results_say() -> None:
     readme = report.README.read_text(encoding="utf-8")
     assert report.with_front(readme, report.front(every)) == readme, "run python -m experiments.report"
     assert report.REPORT.read_text(encoding="utf-8") == report.document(every), "as above"
+
+
+def test_what_was_measured_here_is_stored_when_asked_and_quick_runs_are_not(tmp_path: Path) -> None:
+    local, kept = tmp_path / "local", tmp_path
+    old, new = results(*MIXED, experiment="kept"), results(*MIXED, experiment="measured")
+    old.write(kept / old.file_name)
+    new.write(kept / new.file_name)
+    new.commit = "new"
+    new.write(local / new.file_name)
+    (local / new.file_name).with_suffix(".png").write_bytes(b"")
+    results(*MIXED, experiment="measured-quick").write(local / "measured-quick.nvidia-h200.json")
+    assert [each.commit for each in report.stored(kept)] == ["c0ffee", "c0ffee"]  # nothing of local/
+    assert report.store(local, kept) == [new.file_name]
+    commits = {each.experiment: each.commit for each in report.stored(kept)}
+    assert commits == {"kept": "c0ffee", "measured": "new"}
+    assert [path.name for path in local.iterdir()] == ["measured-quick.nvidia-h200.json"]
 
 
 def test_a_loss_is_listed_with_its_factor_and_a_reason() -> None:
