@@ -164,7 +164,7 @@ WINDOW: Final = 256
 """Most tasks that the pump takes in one flight over the bus."""
 
 MAX_RUN: Final = 256
-GROUP: Final = 8
+GROUP: Final = 16
 """Descriptors of a run that are staged together; the next group flies while this one runs."""
 
 # A queue entry packs what a worker needs into one word, so that one load hands it over whole:
@@ -259,15 +259,26 @@ SCRATCH_META: Final = SCRATCH_TASKS  # pump: run, tiles and link of each task of
 SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * GROUP * TASK_BYTES  # worker: status of each task of a run, 32-bit
 SCRATCH_TURNS: Final = SCRATCH_STATUS  # pump: a record a turn, three used in turn; see TURN
 SCRATCH_CONTEXT: Final = SCRATCH_STATUS + 4 * MAX_RUN  # a copy: an acquire empties L1, re-reading goes to L2
-SCRATCH_RECORDS: Final = 3456  # worker: staged records of a program, two groups used in turn
-SCRATCH_ARENA: Final = 4480  # operators' own scratch begins here
+SCRATCH_RECORDS: Final = 5504  # worker: staged records of a program, two groups used in turn
+SCRATCH_DIGESTS: Final = 7552  # worker: of the group in hand, see device/runs.py
+DIGEST_BYTES: Final = 32
+SCRATCH_ARENA: Final = 8064  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
-TURN: Final = np.dtype([("gap", "<u4"), ("special", "<u4"), ("reason", "<u8"), ("held", "<u8")])
+TURN: Final = np.dtype(
+    [
+        ("gap", "<u4"),
+        ("special", "<u4"),
+        ("reason", "<u8"),
+        ("held", "<u8"),
+        ("tiles", "<u4"),
+        ("spare", "<u4"),
+    ]
+)
 """What the threads of the pump learn in one flight. gap: index of the first stamp that is not published;
 special: what shape the window has, see device/pump.py; reason: ParkReason, 0 to go on; held: 1 where the
-first stamp says that its task is withheld."""
+first stamp says that its task is withheld; tiles: of the task that has most of them, 0 where none has two."""
 
 HELD: Final = 1 << 63
 """A stamp of `(position + 1) ^ HELD` says: claimed, filled, and withheld until somebody outside, a CUDA
@@ -276,7 +287,8 @@ stream, stores the stamp itself. Its producer has given the word away: the next 
 assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
 assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT
 assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_RECORDS
-assert SCRATCH_RECORDS + 2 * GROUP * PROGRAM_RECORD.itemsize <= SCRATCH_ARENA
+assert SCRATCH_RECORDS + 2 * GROUP * PROGRAM_RECORD.itemsize <= SCRATCH_DIGESTS
+assert SCRATCH_DIGESTS + GROUP * DIGEST_BYTES <= SCRATCH_ARENA
 assert SCRATCH_RUN + STAGED_RUN.itemsize <= SCRATCH_BEGAN < SCRATCH_TRACED <= SCRATCH_TASKS - 8
 assert SCRATCH_CONTROL + 8 * len(HOST_CONTROL.names or ()) <= SCRATCH_TRACED
 

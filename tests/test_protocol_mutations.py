@@ -338,7 +338,12 @@ CAUGHT = [
     (
         "park: look again, then announce",
         [
-            Mutation("announce", PUMP, "            store_relaxed_sys(report + PARKED, launch)\n", ""),
+            Mutation(
+                "announce",
+                PUMP,
+                "            announce(context, launch, reason)\n            if reason",
+                "            if reason",
+            ),
             Mutation(
                 "late",
                 PUMP,

@@ -162,22 +162,14 @@ def make_store_f32(m: Primitives) -> Body:
 
 
 @functools.cache
-def make_load_f32x8(m: Primitives) -> Body:
-    """`load_f32x8(kind, address)`: eight neighbours as a tuple of f32. Any kind; aligned to 16 bytes, or 8
-    for one-byte elements."""
-    u64, f32 = m.u64, m.f32
-    load_f32x4, load_pair = m.load_f32x4, m.load_pair
-    f16_to_f32, bf16_to_f32, load_i64x8 = m.f16_to_f32, m.bf16_to_f32, make_load_i64x8(m)
-    F32, F16, BF16 = u64(DType.F32), u64(DType.F16), u64(DType.BF16)
-    S16, S32, S48, SIXTEEN = u64(16), u64(32), u64(48), u64(16)
+def make_unpack_half(m: Primitives) -> Body:
+    """`unpack_half(kind, (low, high)) -> 8 f32`: two words of f16, or of bf16."""
+    u64, f16_to_f32, bf16_to_f32 = m.u64, m.f16_to_f32, m.bf16_to_f32
+    F16, S16, S32, S48 = u64(DType.F16), u64(16), u64(32), u64(48)
 
-    def load_f32x8(kind: Any, address: Any) -> Any:
-        if kind == F32:
-            a = load_f32x4(address)
-            b = load_f32x4(address + SIXTEEN)
-            return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+    def unpack_half(kind: Any, pair: Any) -> Any:
+        low, high = pair
         if kind == F16:
-            low, high = load_pair(address)
             return (
                 f16_to_f32(low),
                 f16_to_f32(low >> S16),
@@ -188,18 +180,58 @@ def make_load_f32x8(m: Primitives) -> Body:
                 f16_to_f32(high >> S32),
                 f16_to_f32(high >> S48),
             )
-        if kind == BF16:
-            low, high = load_pair(address)
-            return (
-                bf16_to_f32(low),
-                bf16_to_f32(low >> S16),
-                bf16_to_f32(low >> S32),
-                bf16_to_f32(low >> S48),
-                bf16_to_f32(high),
-                bf16_to_f32(high >> S16),
-                bf16_to_f32(high >> S32),
-                bf16_to_f32(high >> S48),
-            )
+        return (
+            bf16_to_f32(low),
+            bf16_to_f32(low >> S16),
+            bf16_to_f32(low >> S32),
+            bf16_to_f32(low >> S48),
+            bf16_to_f32(high),
+            bf16_to_f32(high >> S16),
+            bf16_to_f32(high >> S32),
+            bf16_to_f32(high >> S48),
+        )
+
+    return m.device(unpack_half)
+
+
+@functools.cache
+def make_pack_half(m: Primitives) -> Body:
+    """`pack_half(kind, 8 f32) -> (low, high)`: two words of f16, or of bf16; to nearest even."""
+    u64, f32_to_f16, f32_to_bf16 = m.u64, m.f32_to_f16, m.f32_to_bf16
+    F16, S16, S32, S48 = u64(DType.F16), u64(16), u64(32), u64(48)
+
+    def pack_half(kind: Any, v: Any) -> Any:
+        if kind == F16:
+            low = f32_to_f16(v[0]) | (f32_to_f16(v[1]) << S16)
+            low |= (f32_to_f16(v[2]) << S32) | (f32_to_f16(v[3]) << S48)
+            high = f32_to_f16(v[4]) | (f32_to_f16(v[5]) << S16)
+            high |= (f32_to_f16(v[6]) << S32) | (f32_to_f16(v[7]) << S48)
+        else:
+            low = f32_to_bf16(v[0]) | (f32_to_bf16(v[1]) << S16)
+            low |= (f32_to_bf16(v[2]) << S32) | (f32_to_bf16(v[3]) << S48)
+            high = f32_to_bf16(v[4]) | (f32_to_bf16(v[5]) << S16)
+            high |= (f32_to_bf16(v[6]) << S32) | (f32_to_bf16(v[7]) << S48)
+        return low, high
+
+    return m.device(pack_half)
+
+
+@functools.cache
+def make_load_f32x8(m: Primitives) -> Body:
+    """`load_f32x8(kind, address)`: eight neighbours as a tuple of f32. Any kind; aligned to 16 bytes, or 8
+    for one-byte elements."""
+    u64, f32 = m.u64, m.f32
+    load_f32x4, load_pair = m.load_f32x4, m.load_pair
+    load_i64x8, unpack_half = make_load_i64x8(m), make_unpack_half(m)
+    F32, F16, BF16, SIXTEEN = u64(DType.F32), u64(DType.F16), u64(DType.BF16), u64(16)
+
+    def load_f32x8(kind: Any, address: Any) -> Any:
+        if kind == F32:
+            a = load_f32x4(address)
+            b = load_f32x4(address + SIXTEEN)
+            return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+        if kind == F16 or kind == BF16:
+            return unpack_half(kind, load_pair(address))
         v = load_i64x8(kind, address)
         return f32(v[0]), f32(v[1]), f32(v[2]), f32(v[3]), f32(v[4]), f32(v[5]), f32(v[6]), f32(v[7])
 
@@ -210,26 +242,15 @@ def make_load_f32x8(m: Primitives) -> Body:
 def make_store_f32x8(m: Primitives) -> Body:
     """`store_f32x8(kind, address, values)`: eight f32 to neighbours; float kinds, 16-byte aligned."""
     u64 = m.u64
-    store_f32x4, store_pair = m.store_f32x4, m.store_pair
-    f32_to_f16, f32_to_bf16 = m.f32_to_f16, m.f32_to_bf16
-    F32, F16 = u64(DType.F32), u64(DType.F16)
-    S16, S32, S48, SIXTEEN = u64(16), u64(32), u64(48), u64(16)
+    store_f32x4, store_pair, pack_half = m.store_f32x4, m.store_pair, make_pack_half(m)
+    F32, SIXTEEN = u64(DType.F32), u64(16)
 
     def store_f32x8(kind: Any, address: Any, v: Any) -> None:
         if kind == F32:
             store_f32x4(address, v[0], v[1], v[2], v[3])
             store_f32x4(address + SIXTEEN, v[4], v[5], v[6], v[7])
-        elif kind == F16:
-            low = f32_to_f16(v[0]) | (f32_to_f16(v[1]) << S16)
-            low |= (f32_to_f16(v[2]) << S32) | (f32_to_f16(v[3]) << S48)
-            high = f32_to_f16(v[4]) | (f32_to_f16(v[5]) << S16)
-            high |= (f32_to_f16(v[6]) << S32) | (f32_to_f16(v[7]) << S48)
-            store_pair(address, low, high)
         else:
-            low = f32_to_bf16(v[0]) | (f32_to_bf16(v[1]) << S16)
-            low |= (f32_to_bf16(v[2]) << S32) | (f32_to_bf16(v[3]) << S48)
-            high = f32_to_bf16(v[4]) | (f32_to_bf16(v[5]) << S16)
-            high |= (f32_to_bf16(v[6]) << S32) | (f32_to_bf16(v[7]) << S48)
+            low, high = pack_half(kind, v)
             store_pair(address, low, high)
 
     return m.device(store_f32x8)

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ..descriptor import IMMEDIATE, LAYOUT_BYTES, TASK_BYTES, DType, Flag, Status, layout_offset, offset
+from ..descriptor import IMMEDIATE, LAYOUT_BYTES, DType, Flag, Status, layout_offset, offset
 from ..machines.base import Body, Primitives
-from ..protocol import CONTEXT, GROUP, field
+from ..protocol import CONTEXT, field
 from .elements import (
     VECTOR,
     make_itemsize,
@@ -28,11 +28,13 @@ from .elements import (
     make_load_f32x8,
     make_load_i64,
     make_load_i64x8,
+    make_pack_half,
     make_store_f32,
     make_store_f32x8,
     make_store_i64,
     make_store_i64x8,
     make_tile_range,
+    make_unpack_half,
 )
 
 Factory = Callable[[Primitives], Body]
@@ -52,7 +54,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class Lanes:
     """How many elements a thread moves at once, and how they come and go."""
 
     count: int
@@ -61,10 +63,13 @@ class _Lanes:
     store: Body  # (kind, address, lanes)
     load1: Body
     store1: Body
+    unpack: Body  # (kind, two words) -> lanes: what load does, of words that are here already
+    pack: Body  # (kind, lanes) -> two words
 
 
-def _lanes_f32(m: Primitives) -> _Lanes:
+def lanes_f32(m: Primitives) -> Lanes:
     load_f32x4, store_f32x4, load_f32, store_f32 = m.load_f32x4, m.store_f32x4, m.load_f32, m.store_f32
+    bits_f32, f32_bits, HALF = m.bits_f32, m.f32_bits, m.u64(32)
 
     def load(kind: Any, address: Any) -> Any:
         return load_f32x4(address)
@@ -78,17 +83,26 @@ def _lanes_f32(m: Primitives) -> _Lanes:
     def store1(kind: Any, address: Any, v: Any) -> None:
         store_f32(address, v)
 
-    return _Lanes(4, 4, m.device(load), m.device(store), m.device(load1), m.device(store1))
+    def unpack(kind: Any, pair: Any) -> Any:
+        low, high = pair
+        return bits_f32(low), bits_f32(low >> HALF), bits_f32(high), bits_f32(high >> HALF)
+
+    def pack(kind: Any, v: Any) -> Any:
+        return f32_bits(v[0]) | (f32_bits(v[1]) << HALF), f32_bits(v[2]) | (f32_bits(v[3]) << HALF)
+
+    bodies = (m.device(body) for body in (load, store, load1, store1, unpack, pack))
+    return Lanes(4, 4, *bodies)
 
 
-def _lanes_half(m: Primitives) -> _Lanes:
+def lanes_half(m: Primitives) -> Lanes:
     """f16 and bf16."""
-    return _Lanes(8, 2, make_load_f32x8(m), make_store_f32x8(m), make_load_f32(m), make_store_f32(m))
+    load, store, load1, store1 = make_load_f32x8(m), make_store_f32x8(m), make_load_f32(m), make_store_f32(m)
+    return Lanes(8, 2, load, store, load1, store1, make_unpack_half(m), make_pack_half(m))
 
 
 def make_plain(m: Primitives, arity: int, make: Factory, half: bool = False) -> Body:
     """The plain body of one function of one or two operands."""
-    lanes = _lanes_half(m) if half else _lanes_f32(m)
+    lanes = lanes_half(m) if half else lanes_f32(m)
     function = _make_leaf(m, make)
     first_binary = 0 if arity == 2 else (1 << 32) - 1
     return _make_plain(m, lanes, _make_lanes(m, function, lanes.count), function, first_binary)
@@ -96,12 +110,12 @@ def make_plain(m: Primitives, arity: int, make: Factory, half: bool = False) -> 
 
 def make_plain_shared(m: Primitives, entries: Sequence[Entry], first_binary: int, half: bool = False) -> Body:
     """The plain body of many functions; those from op_id `first_binary` on take two operands."""
-    lanes = _lanes_half(m) if half else _lanes_f32(m)
-    pick = _make_tree(m, entries, lanes.count)
-    return _make_plain(m, lanes, pick, _make_tree(m, entries, 1), first_binary)
+    lanes = lanes_half(m) if half else lanes_f32(m)
+    pick = make_tree(m, entries, lanes.count)
+    return _make_plain(m, lanes, pick, make_tree(m, entries, 1), first_binary)
 
 
-def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_binary: int) -> Body:
+def _make_plain(m: Primitives, lanes: Lanes, pick: Body, pick1: Body, first_binary: int) -> Body:
     u64, u32 = m.u64, np.uint32  # op_ids are compared in one instruction instead of two
     thread_index, block_width = m.thread_index, m.block_width
     load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
@@ -171,122 +185,6 @@ def _make_plain(m: Primitives, lanes: _Lanes, pick: Body, pick1: Body, first_bin
         return OK
 
     return plain
-
-
-def make_run_plain(
-    m: Primitives, entries: Sequence[Entry], half_entries: Sequence[Entry], binary: int
-) -> tuple[Body, Body]:
-    """(`is_plain(op_id)`, `run_plain(tasks, position) -> position`): plain tasks one after another.
-
-    `entries` are the functions of f32 and have consecutive ids, `half_entries` those of f16 and bf16, with
-    the ids behind; the first `binary` of each take one operand. run_plain runs the staged task at a position,
-    whole, and those linked to it, to the last of its group or until one is of another kind, tiled, or waits
-    for something; it answers with the position of the last it ran.
-    """
-    u64, load_task_u64 = m.u64, m.load_task_u64
-    run_f32 = _make_run(m, _lanes_f32(m), entries, binary, False)
-    run_half = _make_run(m, _lanes_half(m), half_entries, binary, True)
-    assert half_entries[0].op_id == entries[-1].op_id + 1
-    FIRST, LIMIT = u64(entries[0].op_id), u64(half_entries[-1].op_id + 1 - entries[0].op_id)
-    HALVES, LOW_HALF = u64(half_entries[0].op_id), u64(0xFFFFFFFF)
-    SLOT, TASK_SIZE = u64(2 * GROUP - 1), u64(TASK_BYTES)
-
-    def is_plain(op_id: Any) -> Any:
-        return op_id - FIRST < LIMIT
-
-    def run_plain(tasks: Any, position: Any) -> Any:
-        if load_task_u64(tasks + (position & SLOT) * TASK_SIZE) & LOW_HALF < HALVES:
-            return run_f32(tasks, position)
-        return run_half(tasks, position)
-
-    return m.device(is_plain), m.device(run_plain)
-
-
-def _make_run(m: Primitives, lanes: _Lanes, entries: Sequence[Entry], binary: int, half: bool) -> Body:
-    """`run(tasks, position) -> position` of one kind. See `make_run_plain`.
-
-    The next task's words are loaded while this one's operands fly: between two tasks lie a barrier and little
-    else.
-    """
-    u64, u32 = m.u64, np.uint32
-    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
-    load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
-    load, store, load1, store1 = lanes.load, lanes.store, lanes.load1, lanes.store1
-    pick, pick1 = _make_tree(m, entries, lanes.count), _make_tree(m, entries, 1)
-
-    FIRST, LIMIT, BINARY = u64(entries[0].op_id), u64(len(entries)), u32(entries[0].op_id + binary)
-    INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
-    DTYPES, LOW_HALF, HALF, TASK_SIZE = u64(offset("dtypes")), u64(0xFFFFFFFF), u64(32), u64(TASK_BYTES)
-    ZERO, ONE, FIFTEEN, SIXTEEN, F32 = u64(0), u64(1), u64(15), u64(16), u64(DType.F32)
-    LANES, REST, SIZE = u64(lanes.count), u64(lanes.count - 1), u64(lanes.bytes)
-    TO_VECTOR = u64(lanes.count.bit_length() - 1)
-    LINK, AFTER_ANY = u64(Flag.LINK << 32), u64((Flag.AFTER_0 | Flag.AFTER_1) << 32)
-    SLOT, GROUP_MASK = u64(2 * GROUP - 1), u64(GROUP - 1)
-    NOTHING = m.f32(0)
-    NOTHINGS = (NOTHING,) * lanes.count
-    assert [each.op_id for each in entries] == list(range(entries[0].op_id, entries[-1].op_id + 1))
-
-    def fetch(task: Any) -> Any:
-        head, shape = load_task_pair(task)
-        x, y = load_task_pair(task + INPUTS)
-        return head, shape, x, y, load_task_u64(task + OUTPUT), load_task_u64(task + COUNT)
-
-    fetch = m.device(fetch)
-
-    def run(tasks: Any, position: Any) -> Any:
-        thread = thread_index()
-        width = block_width()
-        mine = thread * SIXTEEN
-        fits = width * LANES
-        task = tasks + (position & SLOT) * TASK_SIZE
-        head, _, x, y, out, count = fetch(task)
-        kind = F32
-        while True:
-            if half:
-                kind = load_task_u32(tasks + (position & SLOT) * TASK_SIZE + DTYPES) & FIFTEEN
-            following = position + ONE
-            more = head & LINK != ZERO and following & GROUP_MASK != ZERO
-            next_head = next_shape = next_x = next_y = next_out = next_count = ZERO
-            if more:
-                next_head, next_shape, next_x, next_y, next_out, next_count = fetch(
-                    tasks + (following & SLOT) * TASK_SIZE
-                )
-            op = u32(head & LOW_HALF)
-            if op < BINARY:
-                y = x  # loaded and not used: a branch around the load would make it wait for the first
-            aligned = (x | y | out) & FIFTEEN == ZERO
-            index = thread
-            if aligned and count <= fits:
-                # At most one vector a thread, the common case: straight ahead.
-                if thread < count >> TO_VECTOR:
-                    a, b = load(kind, x + mine), load(kind, y + mine)
-                    store(kind, out + mine, pick(op, a, b, NOTHINGS, NOTHING, NOTHING))
-                index += count - (count & REST)
-            elif aligned:
-                i = mine
-                last = (count - (count & REST)) * SIZE
-                while i < last:
-                    a, b = load(kind, x + i), load(kind, y + i)
-                    store(kind, out + i, pick(op, a, b, NOTHINGS, NOTHING, NOTHING))
-                    i += width * SIXTEEN
-                index += count - (count & REST)
-            while index < count:
-                i = index * SIZE
-                a1, b1 = load1(kind, x + i), load1(kind, y + i)
-                store1(kind, out + i, pick1(op, a1, b1, NOTHING, NOTHING, NOTHING))
-                index += width
-            if (
-                not more
-                or next_head & AFTER_ANY != ZERO
-                or next_shape >> HALF > ONE
-                or (next_head & LOW_HALF) - FIRST >= LIMIT
-            ):
-                return position
-            barrier()  # the next task may read what any thread of this one wrote
-            position = following
-            head, x, y, out, count = next_head, next_x, next_y, next_out, next_count
-
-    return m.device(run)
 
 
 # --- every dtype ---
@@ -410,7 +308,7 @@ def make_typed_shared(m: Primitives, compute: Compute, entries: Sequence[Entry])
     dividing = [entry.op_id for entry in entries if entry.divides]
     assert dividing == list(range(dividing[0], dividing[0] + len(dividing))) if dividing else True
     ends = (dividing[0], dividing[-1]) if dividing else (0, 0)
-    return _make_typed(m, compute, _make_tree(m, entries, VECTOR), bool(dividing), *ends)
+    return _make_typed(m, compute, make_tree(m, entries, VECTOR), bool(dividing), *ends)
 
 
 def _make_offsets(m: Primitives) -> tuple[Body, Body]:
@@ -690,12 +588,12 @@ def _make_typed(
 # --- choosing a function ---
 
 
-def _make_tree(m: Primitives, entries: Sequence[Entry], lanes: int) -> Body:
+def make_tree(m: Primitives, entries: Sequence[Entry], lanes: int) -> Body:
     """`pick(op, x, y, z, p, q)`: the function of `op` over 1, 4 or 8 lanes."""
     if len(entries) == 1:
         return _make_lanes(m, _make_leaf(m, entries[0].make), lanes)
     middle = len(entries) // 2
-    lower, upper = _make_tree(m, entries[:middle], lanes), _make_tree(m, entries[middle:], lanes)
+    lower, upper = make_tree(m, entries[:middle], lanes), make_tree(m, entries[middle:], lanes)
     MIDDLE = np.uint32(entries[middle].op_id)
 
     def pick(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:

@@ -67,7 +67,7 @@ def make_pump(m: Primitives) -> Body:
     TRACE, TO_NUMBER, TO_TILE = u64(field(CONTEXT, "trace")), u64(TRACE_NUMBER), u64(TRACE_TILE)
     INGEST, LAUNCH = u64(TraceKind.INGEST), u64(TraceKind.LAUNCH)
     fly, link, copy_layouts = _make_fly(m), _make_link(m), _make_copy_layouts(m)
-    hand_out, decide = _make_hand_out(m), _make_decide(m)
+    hand_out, decide, announce = _make_hand_out(m), _make_decide(m), _make_announce(m)
 
     DEVICE_STATE_AT, MASK = u64(field(CONTEXT, "device_state")), u64(field(CONTEXT, "mask"))
     HOST_STATE_AT, HOST_CONTROL_AT = u64(field(CONTEXT, "host_state")), u64(field(CONTEXT, "host_control"))
@@ -83,7 +83,8 @@ def make_pump(m: Primitives) -> Body:
     QUIET_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(WINDOW)
     TURNS, LAST_TURN, TURN_SIZE = u64(SCRATCH_TURNS), u64(2), u64(TURN.itemsize)
     GAP, SPECIAL, REASON = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(field(TURN, "reason"))
-    HELD_AT, FORTY_EIGHT = u64(field(TURN, "held")), u64(48)
+    HELD_AT, TILES_AT, FORTY_EIGHT = u64(field(TURN, "held")), u64(field(TURN, "tiles")), u64(48)
+    WIDEN_AT, WIDEN = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "widen_at")), u64(ParkReason.WIDEN)
     HEARTBEAT = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "heartbeat"))
     NEW_LAYOUTS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "layouts"))
 
@@ -137,9 +138,11 @@ def make_pump(m: Primitives) -> Body:
             store_u32(scratch + TURNS + GAP, FULL_LIMIT)
             store_u32(scratch + TURNS + SPECIAL, ZERO)
             store_u64(scratch + TURNS + HELD_AT, ZERO)
+            store_u32(scratch + TURNS + TILES_AT, ZERO)
             store_u32(scratch + TURNS + TURN_SIZE + GAP, FULL_LIMIT)
             store_u32(scratch + TURNS + TURN_SIZE + SPECIAL, ZERO)
             store_u64(scratch + TURNS + TURN_SIZE + HELD_AT, ZERO)
+            store_u32(scratch + TURNS + TURN_SIZE + TILES_AT, ZERO)
         barrier()
 
         while True:
@@ -180,6 +183,15 @@ def make_pump(m: Primitives) -> Body:
             special = load_u32(record + SPECIAL)
             reason = load_u64(record + REASON)
             held = load_u64(record + HELD_AT)
+            if ready != ZERO and reason == ZERO:
+                widen_at = load_u64(scratch + WIDEN_AT)
+                if widen_at != ZERO and load_u32(record + TILES_AT) > widen_at:
+                    # A narrow launch would have this window's widest task for long. It is left to the next
+                    # launch, which its tiles make a wide one: the host counts them (host/ring.py, backlog).
+                    reason = WIDEN
+                    if thread == keeper:
+                        announce(context, launch, reason)
+                    break
             if ready != ZERO:
                 interned = load_u64(scratch + NEW_LAYOUTS)
                 if special == FOLLOWED:
@@ -207,6 +219,7 @@ def make_pump(m: Primitives) -> Body:
                 store_u32(fresh + GAP, FULL_LIMIT)
                 store_u32(fresh + SPECIAL, ZERO)
                 store_u64(fresh + HELD_AT, ZERO)
+                store_u32(fresh + TILES_AT, ZERO)
                 if ready != ZERO:
                     store_relaxed_sys(report + INGESTED, cursor)
                     if load_u64(context + TRACE) != ZERO:
@@ -266,7 +279,7 @@ def _make_fly(m: Primitives) -> Body:
     TO_LINKED, TO_FOLLOWS, TILES_AND_RUN = u64(META_LINKED), u64(META_FOLLOWS), u64(0xFFFFFFFFFFFF)
     FOLLOW, SHAPED, FOLLOWED = u64(Flag.FOLLOW), u64(SPECIAL_SHAPED), u64(SPECIAL_FOLLOWED)
     GAP, SPECIAL, META = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(SCRATCH_META)
-    HELD_AT, HELD_BIT = u64(field(TURN, "held")), u64(HELD)
+    HELD_AT, HELD_BIT, TILES_AT = u64(field(TURN, "held")), u64(HELD), u64(field(TURN, "tiles"))
     assert offset("op_id") == 0 and offset("flags") == 4 and offset("run") == 8 and offset("tiles") == 12
 
     def place(scratch: Any, record: Any, ring: Any, chunk: Any, low: Any, high: Any) -> None:
@@ -282,6 +295,8 @@ def _make_fly(m: Primitives) -> Body:
                 shared_max_u32(record + SPECIAL, FOLLOWED)
             elif flags & (LINK | PROGRAM) != ZERO or (high & LOW_HALF) > ONE or (high >> HALF) > ONE:
                 shared_max_u32(record + SPECIAL, SHAPED)
+                if high >> HALF > ONE:
+                    shared_max_u32(record + TILES_AT, high >> HALF)
             store_u64(scratch + META + chunk, meta)
 
     place = m.device(place)
@@ -566,6 +581,22 @@ def _make_hand_out(m: Primitives) -> Body:
     return m.device(hand_out)
 
 
+def _make_announce(m: Primitives) -> Body:
+    """`announce(context, launch, reason)`: tell the host that this launch takes nothing more. One thread."""
+    u64, load_u64 = m.u64, m.load_u64
+    store_relaxed_sys, fence_sc_sys = m.store_relaxed_sys, m.fence_sc_sys
+    HOST_STATE_AT = u64(field(CONTEXT, "host_state"))
+    PARKED, REASON = u64(field(HOST_STATE, "parked")), u64(field(HOST_STATE, "reason"))
+
+    def announce(context: Any, launch: Any, reason: Any) -> None:
+        report = load_u64(context + HOST_STATE_AT)
+        store_relaxed_sys(report + REASON, reason)
+        store_relaxed_sys(report + PARKED, launch)
+        fence_sc_sys()
+
+    return m.device(announce)
+
+
 def _make_decide(m: Primitives) -> Body:
     """`decide(...)` -> ParkReason: one thread asks whether this launch should end, and announces it.
 
@@ -575,12 +606,11 @@ def _make_decide(m: Primitives) -> Body:
     """
     u64 = m.u64
     load_relaxed_gpu, load_acquire_sys = m.load_relaxed_gpu, m.load_acquire_sys
-    store_relaxed_sys, fence_sc_sys = m.store_relaxed_sys, m.fence_sc_sys
-    load_u64 = m.load_u64
+    store_relaxed_sys, load_u64, announce = m.store_relaxed_sys, m.load_u64, _make_announce(m)
     STAMPS, MASK = u64(field(CONTEXT, "stamps")), u64(field(CONTEXT, "mask"))
     HOST_STATE_AT = u64(field(CONTEXT, "host_state"))
     DEVICE_STATE_AT = u64(field(CONTEXT, "device_state"))
-    PARKED, REASON = u64(field(HOST_STATE, "parked")), u64(field(HOST_STATE, "reason"))
+    PARKED = u64(field(HOST_STATE, "parked"))
     TICKETS = u64(field(DEVICE_STATE, "tickets"))
     PARK_REQUEST = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "park_request"))
     LEASE_NS = u64(SCRATCH_CONTROL + field(HOST_CONTROL, "lease_ns"))
@@ -632,9 +662,7 @@ def _make_decide(m: Primitives) -> Body:
                 reason = WIDEN
         if reason != NONE:
             report = load_u64(context + HOST_STATE_AT)
-            store_relaxed_sys(report + REASON, reason)
-            store_relaxed_sys(report + PARKED, launch)
-            fence_sc_sys()
+            announce(context, launch, reason)
             if reason == IDLE or reason == HELD_BACK:
                 stamp = load_u64(context + STAMPS) + (known & load_u64(context + MASK)) * EIGHT
                 if load_acquire_sys(stamp) == known + ONE:

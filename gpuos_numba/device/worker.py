@@ -159,7 +159,7 @@ def make_worker(m: Primitives) -> Body:
                         status = BAD_DESCRIPTOR
                     elif tiles <= ONE and is_plain(op_id):
                         # This task, and what is linked to it as far as its group goes.
-                        position = run_plain(scratch + TASKS, position)
+                        position = run_plain(scratch, position)
                         flags = load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) >> HALF
                         status = ZERO
                     else:

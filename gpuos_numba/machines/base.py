@@ -112,6 +112,7 @@ class Primitives(Protocol):
     warp_width: Primitive  # () -> u64: 32, or 1 on the CPU
     shuffle_xor_f32: Primitive  # (f32, u64 mask) -> that of the thread whose index differs by mask
     shuffle_xor_u64: Primitive
+    ballot: Primitive  # (u64 0 or 1) -> u64: bit i from thread i of the warp; all of its threads
     load_scratch_f32: Primitive  # (scratch address) -> f32
     store_scratch_f32: Primitive  # (scratch address, f32)
 
@@ -127,7 +128,7 @@ class Primitives(Protocol):
     pause: Primitive  # (u64 spins so far): be polite while polling
     dispatch: Primitive  # (context, op_id, task address, tile, arena address), all u64 -> i32 status
     is_plain: Primitive  # (op_id) -> whether the worker may run the task itself
-    run_plain: Primitive  # (address of the staged tasks, position) -> the last position that was run
+    run_plain: Primitive  # (scratch, position of a staged task) -> the last position that was run
 
 
 class HostPrimitives(Primitives, Protocol):

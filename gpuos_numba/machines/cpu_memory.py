@@ -278,6 +278,11 @@ def shuffle_xor_u64(value, mask):
     return value
 
 
+@njit(nogil=True, inline="always")
+def ballot(vote):
+    return vote
+
+
 @intrinsic
 def compare_and_swap_word(typingctx, address, expected, desired):
     def codegen(context, builder, signature, args):
@@ -490,5 +495,5 @@ def is_plain(op_id):
 
 
 @njit(nogil=True)
-def run_plain(tasks, position):
+def run_plain(scratch, position):
     return position

@@ -462,6 +462,19 @@ def shuffle_xor_u64(typingctx, value, mask):
 
 
 @intrinsic
+def ballot(typingctx, vote):
+    def codegen(context, builder, signature, args):
+        ptx = (
+            "{ .reg .pred yes; .reg .b32 all; setp.ne.u64 yes, $1, 0; "
+            "vote.sync.ballot.b32 all, yes, -1; cvt.u64.u32 $0, all; }"
+        )
+        kind = ir.FunctionType(_I64, [_I64])
+        return builder.call(ir.InlineAsm(kind, ptx, "=l,l,~{memory}", side_effect=True), args)
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
 def atomic_add_f32(typingctx, address, value):
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(_VOID, [_I64, ir.FloatType()])

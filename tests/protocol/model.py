@@ -508,7 +508,7 @@ class Machine:
         m.load_task_pair = lambda address: (load_u64(address), load_u64(address + u64(8)))
         m.shared_min_u32, m.shared_max_u32 = shared_min_u32, shared_max_u32
         m.copy_async, m.now_ns, m.dispatch = copy_async, now_ns, dispatch
-        m.is_plain, m.run_plain = (lambda op_id: False), (lambda tasks, position: position)
+        m.is_plain, m.run_plain = (lambda op_id: False), (lambda scratch, position: position)
         m.divide = lambda a, b: a // b
         m.call_launch = m.sleep_us = None
         m.pause = lambda spins: None

@@ -19,6 +19,7 @@ from ...errors import ArgumentError, DTypeError
 from ...machines.base import Body, Primitives
 from ...shapes import broadcast_shape
 from .. import elementwise as bodies
+from .. import runs
 from ..elementwise import Entry
 from . import binary, ternary, unary
 from .functions import ROUNDED_ONCE, Array, Function
@@ -144,8 +145,8 @@ def _make_shared_half(m: Primitives) -> Body:
 
 
 def make_run_plain(m: Primitives) -> tuple[Body, Body]:
-    """What the worker runs itself, without a call. See `elementwise.make_run_plain`."""
-    return bodies.make_run_plain(m, _plain_entries, _half_entries, len(_UNARY))
+    """What the worker runs itself, without a call. See `device/runs.py`."""
+    return runs.make_run_plain(m, _plain_entries, _half_entries, len(_UNARY))
 
 
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
