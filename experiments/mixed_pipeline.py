@@ -51,12 +51,14 @@ class Pipelines:
         host[[A, B]] = random.standard_normal((2, self.instances, N))
         host[C] = random.uniform(0.5, 2.0, (self.instances, N))
         self.first, self.slab = host, lab.device(host)
-        sizes = [N - shrink * i for i in range(self.instances)]
+        self.sizes = [N - shrink * i for i in range(self.instances)]
+        self.places: list[list[tuple[int, int]]] = []  # planes and rows of a, b, c, t and out
         self.expected = np.full((self.instances, N), np.nan, np.float32)
         self.calls: list[tuple[Any, ...]] = []  # (a, b, c, t, out)
-        for i, size in enumerate(sizes):
+        for i, size in enumerate(self.sizes):
             before = (OUT, i - 1) if dependent and i else (A, i)
             places = [before, (B, i), (C, i), (T, i), (OUT, i)]
+            self.places.append(places)
             self.calls.append(tuple(self.slab[plane, row, :size] for plane, row in places))
             a = self.expected[i - 1, :size] if dependent and i else host[A, i, :size]
             self.expected[i, :size] = truth(a, host[B, i, :size], host[C, i, :size])
@@ -113,7 +115,7 @@ class Pipelines:
 
     def by_injected(self) -> Callable[[], None]:
         rt = self.lab.rt
-        whole = rt.inject("mixed_pipeline", EXPRESSION, replace=True)
+        whole = rt.inject("mixed_pipeline", EXPRESSION, replace=True, wait="compiled")
         batch = rt.batch(whole, [((a, b, c), out) for a, b, c, t, out in self.calls])
         return lambda: rt.submit_batch(batch, linked=self.dependent).wait(TIMEOUT_S)
 
@@ -122,17 +124,17 @@ class Pipelines:
         if "program" not in dir(rt):
             raise NotImplementedError("this version has no programs")
 
-        def body(*arrays: Any) -> None:
-            for a, b, c, t, out in zip(*[iter(arrays)] * 5, strict=True):
+        def body(slab: Any) -> None:
+            for places, size in zip(self.places, self.sizes, strict=True):
+                a, b, c, t, out = (slab[plane, row, :size] for plane, row in places)
                 rt.add(a, b, out=t)
                 rt.mul(t, c, out=t)
                 rt.relu(t, out=t)
                 rt.sigmoid(t, out=t)
                 rt.div(t, c, out=out)
 
-        arrays = [each for call in self.calls for each in call]
-        program = rt.program(body, arrays)
-        return lambda: program(*arrays).wait(TIMEOUT_S)
+        program = rt.program(body, [self.slab])
+        return lambda: program(self.slab).wait(TIMEOUT_S)
 
     # By the others
 

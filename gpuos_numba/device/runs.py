@@ -13,7 +13,8 @@ two tasks share their split exactly if they have as many elements and both or ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,33 +39,93 @@ EARLY = FAST | APART
 """Where of these two only FAST is set, operands may be loaded before the task before has ended."""
 
 
+OP_BITS = 16
+"""Of an op_id in a digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Functions that one run may mix: of f32, or of f16 and bf16."""
+
+    lanes: Lanes
+    entries: Sequence[Entry]  # by rising op_id
+    unary: frozenset[int]
+    """Ids of those that take one operand."""
+    half: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inlined:
+    """An injected function of f32 that the worker runs like its own."""
+
+    entry: Entry
+    arity: int  # 1 or 2
+
+
 def make_run_plain(
-    m: Primitives, entries: Sequence[Entry], half_entries: Sequence[Entry], binary: int
+    m: Primitives,
+    entries: Sequence[Entry],
+    half_entries: Sequence[Entry],
+    unary: int,
+    inlined: Sequence[Inlined] = (),
 ) -> tuple[Body, Body]:
     """(`is_plain(op_id)`, `run_plain(scratch, position) -> position`): plain tasks one after another.
 
-    `entries` are the functions of f32 and have consecutive ids, `half_entries` those of f16 and bf16, with
-    the ids behind; the first `binary` of each take one operand. run_plain runs the staged task at a position,
-    whole, and those linked to it, to the last of its group or until one is of another kind, tiled, or waits
-    for something; it answers with the position of the last it ran. All threads call it after a barrier.
+    `entries` are the functions of f32, `half_entries` those of f16 and bf16; the first `unary` of each take
+    one operand. run_plain runs the staged task at a position, whole, and those linked to it, to the last of
+    its group or until one is of another family, tiled, or waits for something; it answers with the position
+    of the last it ran. All threads call it after a barrier.
     """
     u64, load_task_u64 = m.u64, m.load_task_u64
-    run_f32 = _make_run(m, lanes_f32(m), entries, binary, False)
-    run_half = _make_run(m, lanes_half(m), half_entries, binary, True)
-    assert half_entries[0].op_id == entries[-1].op_id + 1
-    FIRST, LIMIT = u64(entries[0].op_id), u64(half_entries[-1].op_id + 1 - entries[0].op_id)
-    HALVES, LOW_HALF = u64(half_entries[0].op_id), u64(0xFFFFFFFF)
-    TASKS, SLOT, TASK_SIZE = u64(SCRATCH_TASKS), u64(2 * GROUP - 1), u64(TASK_BYTES)
-
-    def is_plain(op_id: Any) -> Any:
-        return op_id - FIRST < LIMIT
+    extra = sorted(inlined, key=lambda each: each.entry.op_id)
+    one_operand = [*entries[:unary], *(each.entry for each in extra if each.arity == 1)]
+    full = Family(
+        lanes_f32(m),
+        [*entries, *(each.entry for each in extra)],
+        frozenset(each.op_id for each in one_operand),
+        False,
+    )
+    half = Family(lanes_half(m), half_entries, frozenset(each.op_id for each in half_entries[:unary]), True)
+    run_f32, run_half = _make_run(m, full), _make_run(m, half)
+    ids = [each.op_id for family in (full, half) for each in family.entries]
+    assert max(ids) < 1 << OP_BITS
+    is_plain = make_one_of(m, ids)
+    is_half = make_one_of(m, [each.op_id for each in half_entries])
+    TASKS, SLOT, TASK_SIZE, LOW_HALF = (
+        u64(SCRATCH_TASKS),
+        u64(2 * GROUP - 1),
+        u64(TASK_BYTES),
+        u64(0xFFFFFFFF),
+    )
 
     def run_plain(scratch: Any, position: Any) -> Any:
-        if load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) & LOW_HALF < HALVES:
-            return run_f32(scratch, position)
-        return run_half(scratch, position)
+        if is_half(load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) & LOW_HALF):
+            return run_half(scratch, position)
+        return run_f32(scratch, position)
 
-    return m.device(is_plain), m.device(run_plain)
+    return is_plain, m.device(run_plain)
+
+
+def make_one_of(m: Primitives, ids: Iterable[int]) -> Body:
+    """`one_of(op_id)`: is it one of these? A comparison for each of their ranges, and no branch."""
+    u64 = m.u64
+    every = sorted(ids)
+    begins = [at for i, at in enumerate(every) if i == 0 or every[i - 1] != at - 1]
+    first = begins[-1]
+    FIRST, LENGTH = u64(first), u64(every[-1] - first + 1)
+
+    def in_range(op_id: Any) -> Any:
+        return op_id - FIRST < LENGTH
+
+    in_range = m.device(in_range)
+    if len(begins) == 1:
+        return in_range
+    others = make_one_of(m, [at for at in every if at < first])
+
+    def one_of(op_id: Any) -> Any:
+        return in_range(op_id) | others(op_id)
+
+    return m.device(one_of)
 
 
 def make_crosses(m: Primitives) -> Body:
@@ -80,18 +141,20 @@ def make_crosses(m: Primitives) -> Body:
     return m.device(crosses)
 
 
-def _make_digest(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: int, widest: int) -> Body:
+def _make_digest(m: Primitives, family: Family, widest: int) -> Body:
     """`digest(scratch, position)`: digests of the group of a staged task, from it on. All threads.
 
     What stands behind the run's end is digested as well and never looked at. A barrier must follow.
     """
-    u64, u32 = m.u64, np.uint32
+    u64, lanes = m.u64, family.lanes
     thread_index, block_width, ballot = m.thread_index, m.block_width, m.ballot
     load_task_u32, load_task_u64, load_task_pair = m.load_task_u32, m.load_task_u64, m.load_task_pair
-    store_u64 = m.store_u64
-    crosses = make_crosses(m)
+    store_u64, crosses = m.store_u64, make_crosses(m)
+    in_family, is_unary = (
+        make_one_of(m, [each.op_id for each in family.entries]),
+        make_one_of(m, family.unary),
+    )
 
-    KIND_FIRST, KIND_LIMIT, BINARY = u64(entries[0].op_id), u64(len(entries)), u32(entries[0].op_id + binary)
     INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
     DTYPES, LOW_HALF, HALF, TASK_SIZE = u64(offset("dtypes")), u64(0xFFFFFFFF), u64(32), u64(TASK_BYTES)
     TASKS, DIGESTS, DIGEST_SIZE = u64(SCRATCH_TASKS), u64(SCRATCH_DIGESTS), u64(DIGEST_BYTES)
@@ -105,13 +168,13 @@ def _make_digest(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: 
     LENGTH_MASK, PAIRS, TO_ROW = u64(GROUP - 1), u64(GROUP * GROUP), u64(GROUP.bit_length() - 1)
     WHICH_GROUP, ROW_MASK, ROW_IN_WARP = u64(GROUP), u64((1 << GROUP) - 1), u64(31 & ~(GROUP - 1))
     IS_FAST, IS_WIDE, HAS_MORE, IS_APART = u64(FAST), u64(WIDE), u64(MORE), u64(APART)
-    X_HELD, Y_HELD, TO_OP, TO_KIND = u64(HELD_X), u64(HELD_Y), u64(8), u64(24)
+    X_HELD, Y_HELD, TO_OP, TO_KIND = u64(HELD_X), u64(HELD_Y), u64(8), u64(8 + OP_BITS)
     WIDEST = u64(widest)
 
     def fetch(task: Any) -> Any:
         head, shape = load_task_pair(task)
         x, y = load_task_pair(task + INPUTS)
-        if u32(head & LOW_HALF) < BINARY:
+        if is_unary(head & LOW_HALF):
             y = x
         out = load_task_u64(task + OUTPUT)
         return head, shape, x, y, out, load_task_u64(task + COUNT)
@@ -157,7 +220,7 @@ def _make_digest(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: 
                 & (head & LINK != ZERO)
                 & (head_2 & AFTER_ANY == ZERO)
                 & (shape_2 >> HALF <= ONE)
-                & ((head_2 & LOW_HALF) - KIND_FIRST < KIND_LIMIT)
+                & in_family(head_2 & LOW_HALF)
             )
             more = (ballot(u64(follows)) >> row) & ROW_MASK
             if earlier == ZERO:
@@ -174,7 +237,7 @@ def _make_digest(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: 
                     code |= IS_APART
                 if held_x != ZERO:
                     code |= X_HELD
-                if held_y != ZERO or u32(op) < BINARY:
+                if held_y != ZERO or is_unary(op):
                     code |= Y_HELD
                 at = scratch + DIGESTS + later * DIGEST_SIZE
                 store_u64(at, x)
@@ -186,23 +249,23 @@ def _make_digest(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: 
     return m.device(digest)
 
 
-def _make_run(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: int, half: bool) -> Body:
-    """`run(scratch, position) -> position` of one kind. See `make_run_plain`."""
-    u64, u32 = m.u64, np.uint32
+def _make_run(m: Primitives, family: Family) -> Body:
+    """`run(scratch, position) -> position` of one family. See `make_run_plain`."""
+    u64, u32, lanes, half = m.u64, np.uint32, family.lanes, family.half
     thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
     load_task_u64, load_task_pair = m.load_task_u64, m.load_task_pair
     load_pair, store_pair = m.load_pair, m.store_pair
     unpack, pack = lanes.unpack, lanes.pack
-    pick = make_tree(m, entries, lanes.count)
+    pick = make_tree(m, family.entries, lanes.count)
     wide = not half  # two vectors a thread, side by side: of f32, four lanes each
-    pick_two = make_tree(m, entries, 2 * lanes.count) if wide else pick
-    digest = _make_digest(m, lanes, entries, binary, 2 if wide else 1)
-    run_one = _make_run_one(m, lanes, entries, binary, half)
+    pick_two = make_tree(m, family.entries, 2 * lanes.count) if wide else pick
+    digest, run_one = _make_digest(m, family, 2 if wide else 1), _make_run_one(m, family)
 
     TASKS, DIGESTS, DIGEST_SIZE = u64(SCRATCH_TASKS), u64(SCRATCH_DIGESTS), u64(DIGEST_BYTES)
     SLOT, GROUP_MASK, TASK_SIZE = u64(2 * GROUP - 1), u64(GROUP - 1), u64(TASK_BYTES)
     ZERO, ONE, EIGHT, FIFTEEN, SIXTEEN, HALF = u64(0), u64(1), u64(8), u64(15), u64(16), u64(32)
-    LINK, OP_MASK, TO_KIND, F32 = u64(Flag.LINK << 32), u64(0xFFFF), u64(24), u64(DType.F32)
+    LINK, OP_MASK, F32 = u64(Flag.LINK << 32), u64((1 << OP_BITS) - 1), u64(DType.F32)
+    TO_KIND = u64(8 + OP_BITS)
     IS_FAST, IS_WIDE, HAS_MORE, IS_APART = u64(FAST), u64(WIDE), u64(MORE), u64(APART)
     X_HELD, Y_HELD, EARLY_MASK = u64(HELD_X), u64(HELD_Y), u64(EARLY)
     NOTHING = m.f32(0)
@@ -303,15 +366,15 @@ def _make_run(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: int
     return m.device(run)
 
 
-def _make_run_one(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary: int, half: bool) -> Body:
-    """`run_one(task)`: any whole task of one kind, by itself."""
-    u64, u32 = m.u64, np.uint32
+def _make_run_one(m: Primitives, family: Family) -> Body:
+    """`run_one(task)`: any whole task of a family, by itself."""
+    u64, u32, lanes, half = m.u64, np.uint32, family.lanes, family.half
     thread_index, block_width = m.thread_index, m.block_width
     load_task_u64, load_task_u32, load_task_pair = m.load_task_u64, m.load_task_u32, m.load_task_pair
     load, store, load1, store1 = lanes.load, lanes.store, lanes.load1, lanes.store1
-    pick, pick1 = make_tree(m, entries, lanes.count), make_tree(m, entries, 1)
+    pick, pick1 = make_tree(m, family.entries, lanes.count), make_tree(m, family.entries, 1)
+    is_unary = make_one_of(m, family.unary)
 
-    BINARY = u32(entries[0].op_id + binary)
     INPUTS, OUTPUT, COUNT = u64(offset("inputs")), u64(offset("outputs")), u64(offset("count"))
     DTYPES, LOW_HALF = u64(offset("dtypes")), u64(0xFFFFFFFF)
     ZERO, FIFTEEN, SIXTEEN, F32 = u64(0), u64(15), u64(16), u64(DType.F32)
@@ -321,14 +384,15 @@ def _make_run_one(m: Primitives, lanes: Lanes, entries: Sequence[Entry], binary:
 
     def run_one(task: Any) -> None:
         width = block_width()
-        op = u32(load_task_u64(task) & LOW_HALF)
+        op_id = load_task_u64(task) & LOW_HALF
+        op = u32(op_id)
         x, y = load_task_pair(task + INPUTS)
         out = load_task_u64(task + OUTPUT)
         count = load_task_u64(task + COUNT)
         kind = F32
         if half:
             kind = load_task_u32(task + DTYPES) & FIFTEEN
-        if op < BINARY:
+        if is_unary(op_id):
             y = x  # loaded and not used: a branch around the load would make it wait for the first
         index = thread_index()
         if (x | y | out) & FIFTEEN == ZERO:

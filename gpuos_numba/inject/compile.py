@@ -108,11 +108,11 @@ class Compiler:
         made.codes = {variant: made.codes[variant] for variant in keys}
         return made
 
-    def compile_worker(self, inlined: Sequence[tuple[int, Rendered, str]]) -> Code:
-        """A worker that has bodies, (id, source, variant), inlined. Some seconds. Raises MachineError."""
+    def compile_worker(self, inlined: Sequence[tuple[int, Rendered, int]]) -> Code:
+        """A worker with functions, (id, source, arity), inlined. Some seconds. Raises MachineError."""
         sources = [
-            {"op_id": op_id, "name": each.name, "source": each.source, "variant": variant}
-            for op_id, each, variant in inlined
+            {"op_id": op_id, "name": each.name, "source": each.source, "arity": arity}
+            for op_id, each, arity in inlined
         ]
         text = f"{json.dumps(sources)}\n# worker, {self.threads} threads"
         key = content_key(text, self.target)

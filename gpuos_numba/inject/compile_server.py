@@ -7,8 +7,8 @@ once and stays; each body is compiled in a fork of it, so that bodies of one sou
 and a compiler that crashes takes one body with it. It ends when its standard input does.
 
     request    one line of JSON: name, source, file, arity, target, threads, bodies = [[variant, symbol], ..];
-               or name, target, threads, inlined = [{"op_id", "name", "source", "variant"}, ...] and
-               bodies = [["worker", ""]], for a worker that has these bodies inlined
+               or name, target, threads, inlined = [{"op_id", "name", "source", "arity"}, ...] and
+               bodies = [["worker", ""]], for a worker that has these functions inlined
     answer     one line of JSON: [{"size", "log", "took_s"} or {"error"}, ...], then the bodies' bytes
 """
 
@@ -35,8 +35,8 @@ def compile_one(request: dict[str, Any], variant: str, symbol: str) -> Answer:
         if variant == "worker":
             from ..machines import cuda_inject
 
-            factories = {each["op_id"]: _factory(each) for each in request["inlined"]}
-            data, log = cuda_inject.compile_inlined(factories, target, request["threads"])
+            functions = [_inlined(each) for each in request["inlined"]]
+            data, log = cuda_inject.compile_inlined(functions, target, request["threads"])
             return {"size": len(data), "log": log, "took_s": time.perf_counter() - begin}, data
         exec(compile(request["source"], request["file"], "exec"), namespace)
         if target.startswith("cpu"):
@@ -60,11 +60,15 @@ def compile_one(request: dict[str, Any], variant: str, symbol: str) -> Answer:
     return {"size": len(data), "log": log, "took_s": time.perf_counter() - begin}, data
 
 
-def _factory(inlined: dict[str, Any]) -> Any:
-    """Of a body that the worker is to have inlined."""
-    namespace: dict[str, Any] = {"__name__": f"gpuos_injected_{inlined['name']}"}
-    exec(compile(inlined["source"], f"<{inlined['name']}>", "exec"), namespace)
-    return namespace[f"make_{inlined['name']}_{inlined['variant']}"]
+def _inlined(source: dict[str, Any]) -> Any:
+    """A function that the worker is to have inlined."""
+    from ..device import elementwise, runs
+
+    namespace: dict[str, Any] = {"__name__": f"gpuos_injected_{source['name']}"}
+    exec(compile(source["source"], f"<{source['name']}>", "exec"), namespace)
+    return runs.Inlined(
+        elementwise.Entry(source["op_id"], namespace[f"make_{source['name']}"]), source["arity"]
+    )
 
 
 def _identity(m: Any) -> Any:

@@ -259,13 +259,13 @@ class Publisher:
     # --- inlining ---
 
     def inline(self, chosen: Sequence[tuple[int, Request]], better: Callable[[], bool]) -> bool:
-        """Load a worker that has bodies, (id, request), inlined, and keep it if `better` says so.
+        """Load a worker with functions, (id, request), inlined, and keep it if `better` says so.
 
         Raises MachineError, ClosedError: as `build` does.
         """
         with self._building:
             worker = self._compiler.compile_worker(
-                [(op_id, render(request), "plain") for op_id, request in chosen]
+                [(op_id, render(request), request.arity) for op_id, request in chosen]
             )
             with self._installing:
                 alive = {at: code for at, (ref, code) in self._bodies.items() if ref() is not None}

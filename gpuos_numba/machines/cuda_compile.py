@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from ..device import switch
 from ..device.operators import KERNELS, elementwise
 from ..device.operators.table import Kernel
 from ..device.pump import make_pump
+from ..device.runs import Inlined
 from ..device.worker import make_worker
 from ..errors import MachineError
 from ..inject.keys import content_key, cuda_target
@@ -136,14 +137,11 @@ def compile_pump(capability: tuple[int, int]) -> str:
 class _WithSwitch:
     """The CUDA primitives, with the switch, and what the worker runs without it."""
 
-    def __init__(self, inlined: Mapping[int, Callable[..., Any]]) -> None:
+    def __init__(self, inlined: Sequence[Inlined]) -> None:
         kernels = tuple(KERNELS.values())
         bodies = {kernel.symbol: _declare(kernel.symbol) for kernel in kernels}
-        self.is_plain, self.run_plain = elementwise.make_run_plain(m)
-        injected = cuda.declare_device(switch.INJECTED, INJECTED_SIGNATURE, abi="c")
-        for op_id, make in inlined.items():
-            injected = _inline(op_id, m.device(make(m)), injected)
-        bodies[switch.INJECTED] = injected
+        self.is_plain, self.run_plain = elementwise.make_run_plain(m, inlined)
+        bodies[switch.INJECTED] = cuda.declare_device(switch.INJECTED, INJECTED_SIGNATURE, abi="c")
         called = m.device(switch.build(kernels, bodies))
 
         def dispatch(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
@@ -155,27 +153,13 @@ class _WithSwitch:
         return getattr(m, name)
 
 
-def _inline(own_id: int, body: Any, otherwise: Any) -> Any:
-    """`otherwise`, but one id goes to a body at once."""
-    OWN = m.u64(own_id)
-
-    def injected(context: Any, op_id: Any, task: Any, tile: Any, arena: Any) -> Any:
-        if op_id == OWN:
-            return body(context, task, tile, arena)
-        return otherwise(context, op_id, task, tile, arena)
-
-    return m.device(injected)
-
-
 def _declare(symbol: str) -> Any:
     return cuda.declare_device(symbol, m.OPERATOR_SIGNATURE, abi="c")
 
 
-def compile_worker(
-    capability: tuple[int, int], inlined: Mapping[int, Callable[..., Any]] | None = None
-) -> str:
-    """inlined: factories of injected bodies by id, which become part of the worker."""
-    body = _returning_status(make_worker(cast("Any", _WithSwitch(inlined or {}))))
+def compile_worker(capability: tuple[int, int], inlined: Sequence[Inlined] = ()) -> str:
+    """inlined: injected functions that the worker runs like its own."""
+    body = _returning_status(make_worker(cast("Any", _WithSwitch(inlined))))
     return _compile(body, WORKER_SIGNATURE, WORKER, capability)
 
 

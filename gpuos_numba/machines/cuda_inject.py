@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from numba import cuda
@@ -19,6 +19,7 @@ from numba.cuda import compiler, types
 from numba.cuda.cudadrv import nvvm
 
 from ..device import elementwise as bodies
+from ..device.runs import Inlined
 from ..errors import MachineError
 from .cuda_compile import OLDEST, _compile, _compiling_for, assemble, compile_worker, find_ptxas, m
 
@@ -107,13 +108,11 @@ def compile_injected(
     return assemble(ptx, (int(digits[:-1]), int(digits[-1])), threads, ptxas)
 
 
-def compile_inlined(
-    factories: Mapping[int, Callable[..., Any]], target: str, threads: int
-) -> tuple[bytes, str]:
-    """A worker's relocatable cubin with injected bodies by id inlined. Some seconds. Raises MachineError."""
+def compile_inlined(functions: Sequence[Inlined], target: str, threads: int) -> tuple[bytes, str]:
+    """A worker's relocatable cubin with injected functions inlined. Some seconds. Raises MachineError."""
     ptxas = find_ptxas()
     if ptxas is None:
         raise MachineError("no ptxas here: pip install nvidia-cuda-nvcc, or set CUDA_HOME")
     digits = target.removeprefix("sm_")
-    ptx = compile_worker(OLDEST, factories)
+    ptx = compile_worker(OLDEST, functions)
     return assemble(ptx, (int(digits[:-1]), int(digits[-1])), threads, ptxas)

@@ -110,7 +110,7 @@ _F32: Final = sorted((f for f in _ALL if f.f32), key=lambda f: f.name in _LONG)
 _I64: Final = sorted((f for f in _ALL if f.i64), key=lambda f: f.name in _LONG)
 
 PLAIN_IDS: Final = ELEMENTWISE_IDS
-HALF_IDS: Final = PLAIN_IDS + len(_PLAIN)  # without a gap: the worker runs both, by one comparison
+HALF_IDS: Final = PLAIN_IDS + len(_PLAIN)  # without a gap: is_plain is one comparison
 F32_IDS: Final = ELEMENTWISE_IDS + 31
 I64_IDS: Final = ELEMENTWISE_IDS + 135
 TRUNCATE_ID: Final = ELEMENTWISE_IDS + 254
@@ -144,9 +144,9 @@ def _make_shared_half(m: Primitives) -> Body:
     return bodies.make_plain_shared(m, _half_entries, HALF_IDS + len(_UNARY), half=True)
 
 
-def make_run_plain(m: Primitives) -> tuple[Body, Body]:
+def make_run_plain(m: Primitives, inlined: Sequence[runs.Inlined] = ()) -> tuple[Body, Body]:
     """What the worker runs itself, without a call. See `device/runs.py`."""
-    return runs.make_run_plain(m, _plain_entries, _half_entries, len(_UNARY))
+    return runs.make_run_plain(m, _plain_entries, _half_entries, len(_UNARY), inlined)
 
 
 _SHARED_PLAIN: Final = Shared("gpuos_plain", _make_shared_plain)
