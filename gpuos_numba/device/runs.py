@@ -263,11 +263,11 @@ def _make_run(m: Primitives, family: Family) -> Body:
 
     TASKS, DIGESTS, DIGEST_SIZE = u64(SCRATCH_TASKS), u64(SCRATCH_DIGESTS), u64(DIGEST_BYTES)
     SLOT, GROUP_MASK, TASK_SIZE = u64(2 * GROUP - 1), u64(GROUP - 1), u64(TASK_BYTES)
-    ZERO, ONE, EIGHT, FIFTEEN, SIXTEEN, HALF = u64(0), u64(1), u64(8), u64(15), u64(16), u64(32)
-    LINK, OP_MASK, F32 = u64(Flag.LINK << 32), u64((1 << OP_BITS) - 1), u64(DType.F32)
-    TO_KIND = u64(8 + OP_BITS)
-    IS_FAST, IS_WIDE, HAS_MORE, IS_APART = u64(FAST), u64(WIDE), u64(MORE), u64(APART)
-    X_HELD, Y_HELD, EARLY_MASK = u64(HELD_X), u64(HELD_Y), u64(EARLY)
+    ZERO, ONE, FIFTEEN, SIXTEEN, HALF = u64(0), u64(1), u64(15), u64(16), u64(32)
+    LINK, LOW_HALF, F32 = u64(Flag.LINK << 32), u64(0xFFFFFFFF), u64(DType.F32)
+    NONE, TO_OP, TO_KIND, OP_MASK = u32(0), u32(8), u32(8 + OP_BITS), u32((1 << OP_BITS) - 1)
+    IS_FAST, IS_WIDE, HAS_MORE, IS_APART = u32(FAST), u32(WIDE), u32(MORE), u32(APART)
+    X_HELD, Y_HELD, EARLY_MASK = u32(HELD_X), u32(HELD_Y), u32(EARLY)
     NOTHING = m.f32(0)
     NOTHINGS, TWICE = (NOTHING,) * lanes.count, (NOTHING,) * (2 * lanes.count)
     NO_PAIR = (u64(0), u64(0))
@@ -284,10 +284,13 @@ def _make_run(m: Primitives, family: Family) -> Body:
     one, two = m.device(one), m.device(two)
 
     def run(scratch: Any, position: Any) -> Any:
-        thread = thread_index()
-        width = block_width()
-        mine = thread * SIXTEEN
-        code = x = y = out = ZERO
+        # Flags and vectors are 32 bits wide: half the instructions of 64, and this loop is all instructions.
+        thread = u32(thread_index())
+        width = u32(block_width())
+        mine = thread_index() * SIXTEEN
+        step = block_width() * SIXTEEN
+        x = y = out = ZERO
+        flags = vectors = NONE
         if load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) & LINK != ZERO:
             if position & GROUP_MASK != GROUP_MASK:
                 digest(scratch, position)
@@ -295,57 +298,60 @@ def _make_run(m: Primitives, family: Family) -> Body:
                 at = scratch + DIGESTS + (position & GROUP_MASK) * DIGEST_SIZE
                 x, y = load_task_pair(at)
                 out, code = load_task_pair(at + SIXTEEN)
+                flags, vectors = u32(code & LOW_HALF), u32(code >> HALF)
         loaded = False  # a and b are this task's
         a = a_2 = b = b_2 = r = r_2 = NO_PAIR
         while True:
-            next_x = next_y = next_out = next_code = ZERO
-            if code & HAS_MORE != ZERO:
+            next_x = next_y = next_out = ZERO
+            next_flags = next_vectors = NONE
+            if flags & HAS_MORE:
                 at = scratch + DIGESTS + ((position + ONE) & GROUP_MASK) * DIGEST_SIZE
                 next_x, next_y = load_task_pair(at)
-                next_out, next_code = load_task_pair(at + SIXTEEN)
+                next_out, code = load_task_pair(at + SIXTEEN)
+                next_flags, next_vectors = u32(code & LOW_HALF), u32(code >> HALF)
             next_a = next_a_2 = next_b = next_b_2 = NO_PAIR
             early = False
-            if code & IS_FAST != ZERO:
+            if flags & IS_FAST:
                 second = mine  # of a thread that has one vector, the first once more
-                if thread + width < code >> HALF:
-                    second = mine + width * SIXTEEN
-                if thread < code >> HALF:
+                if u32(thread + width) < vectors:
+                    second = mine + step
+                if thread < vectors:
                     if not loaded:
-                        if code & X_HELD == ZERO:
+                        if not flags & X_HELD:
                             a = load_pair(x + mine)
-                        if code & Y_HELD == ZERO:
+                        if not flags & Y_HELD:
                             b = load_pair(y + mine)
-                        if wide and code & IS_WIDE != ZERO:
-                            if code & X_HELD == ZERO:
+                        if wide and flags & IS_WIDE:
+                            if not flags & X_HELD:
                                 a_2 = load_pair(x + second)
-                            if code & Y_HELD == ZERO:
+                            if not flags & Y_HELD:
                                 b_2 = load_pair(y + second)
-                early = next_code & EARLY_MASK == IS_FAST
-                if early and thread < next_code >> HALF:
-                    if next_code & X_HELD == ZERO:
+                early = u32(next_flags & EARLY_MASK) == IS_FAST
+                if early and thread < next_vectors:
+                    if not next_flags & X_HELD:
                         next_a = load_pair(next_x + mine)
-                    if next_code & Y_HELD == ZERO:
+                    if not next_flags & Y_HELD:
                         next_b = load_pair(next_y + mine)
-                    if wide and next_code & IS_WIDE != ZERO:
+                    if wide and next_flags & IS_WIDE:
                         next_second = mine
-                        if thread + width < next_code >> HALF:
-                            next_second = mine + width * SIXTEEN
-                        if next_code & X_HELD == ZERO:
+                        if u32(thread + width) < next_vectors:
+                            next_second = mine + step
+                        if not next_flags & X_HELD:
                             next_a_2 = load_pair(next_x + next_second)
-                        if next_code & Y_HELD == ZERO:
+                        if not next_flags & Y_HELD:
                             next_b_2 = load_pair(next_y + next_second)
-                if thread < code >> HALF:
-                    if code & X_HELD != ZERO:
+                if thread < vectors:
+                    if flags & X_HELD:
                         a = r
                         a_2 = r_2
-                    if code & Y_HELD != ZERO:
+                    if flags & Y_HELD:
                         b = r
                         b_2 = r_2
-                    op = u32((code >> EIGHT) & OP_MASK)
+                    op = u32((flags >> TO_OP) & OP_MASK)
                     kind = F32
                     if half:
-                        kind = (code >> TO_KIND) & FIFTEEN
-                    if wide and code & IS_WIDE != ZERO:
+                        kind = u64(flags >> TO_KIND) & FIFTEEN
+                    if wide and flags & IS_WIDE:
                         r, r_2 = two(op, kind, a, b, a_2, b_2)
                         store_pair(out + mine, r[0], r[1])
                         if second != mine:
@@ -355,12 +361,12 @@ def _make_run(m: Primitives, family: Family) -> Body:
                         store_pair(out + mine, r[0], r[1])
             else:
                 run_one(scratch + TASKS + (position & SLOT) * TASK_SIZE)
-            if code & HAS_MORE == ZERO:
+            if not flags & HAS_MORE:
                 return position
-            if next_code & IS_APART != ZERO:
+            if next_flags & IS_APART:
                 barrier()
             position += ONE
-            x, y, out, code = next_x, next_y, next_out, next_code
+            x, y, out, flags, vectors = next_x, next_y, next_out, next_flags, next_vectors
             a, a_2, b, b_2, loaded = next_a, next_a_2, next_b, next_b_2, early
 
     return m.device(run)
