@@ -50,6 +50,9 @@ SPECIAL_SHAPED, SPECIAL_FOLLOWED = 1, 2
 QUIET_WINDOW = 4
 """Stamps watched while nothing comes: one 32-byte sector, the least that a read over the bus brings."""
 
+FIRST_WINDOW = 32
+"""Stamps that a launch reads first: it is made because something was published, and that may be a batch."""
+
 
 def make_pump(m: Primitives) -> Body:
     """Build the pump for a machine: `pump(context, workers, scratch)`, one block."""
@@ -80,7 +83,7 @@ def make_pump(m: Primitives) -> Body:
     ZERO, ONE, EIGHT = u64(0), u64(1), u64(8)
     SIXTEEN, THIRTY_TWO, CONTROL = u64(16), u64(32), u64(SCRATCH_CONTROL)
     FOLLOWED = u64(SPECIAL_FOLLOWED)
-    QUIET_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(WINDOW)
+    QUIET_LIMIT, FIRST_LIMIT, FULL_LIMIT = u64(QUIET_WINDOW), u64(FIRST_WINDOW), u64(WINDOW)
     TURNS, LAST_TURN, TURN_SIZE = u64(SCRATCH_TURNS), u64(2), u64(TURN.itemsize)
     GAP, SPECIAL, REASON = u64(field(TURN, "gap")), u64(field(TURN, "special")), u64(field(TURN, "reason"))
     HELD_AT, TILES_AT, FORTY_EIGHT = u64(field(TURN, "held")), u64(field(TURN, "tiles")), u64(48)
@@ -116,21 +119,17 @@ def make_pump(m: Primitives) -> Body:
         alive = started
         heartbeat = ZERO
         held = ZERO  # 1 while the next task is withheld, as the last flight saw it
-        limit = QUIET_LIMIT
+        limit = FIRST_LIMIT
+        opening = True
         turn = ZERO
         spins = ZERO
+        lease = idle = widen_at = hold = ZERO
         if thread == keeper:
-            # What the host sets before a launch and leaves alone while it lasts; read once.
+            # What the host sets before a launch and leaves alone while it lasts; read once, on the way while
+            # the first stamps are read.
             lease, idle = load_pair_relaxed_sys(control + SIXTEEN)
-            interned, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
+            _, widen_at = load_pair_relaxed_sys(control + THIRTY_TWO)
             hold, _ = load_pair_relaxed_sys(control + FORTY_EIGHT)
-            store_u64(scratch + CONTROL, ZERO)
-            store_u64(scratch + CONTROL + EIGHT, ZERO)
-            store_u64(scratch + CONTROL + SIXTEEN, lease)
-            store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
-            store_u64(scratch + CONTROL + THIRTY_TWO, interned)
-            store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
-            store_u64(scratch + CONTROL + FORTY_EIGHT, hold)
         if thread == ZERO:
             open_trace(context, ZERO, scratch)
             store_relaxed_sys(report + WORKERS, workers)
@@ -161,6 +160,15 @@ def make_pump(m: Primitives) -> Body:
                 if ready != ZERO:
                     interned, _ = load_pair_relaxed_sys(control + THIRTY_TWO)
             fly(context, scratch, record, mover, cursor, ready, known, limit)
+            if opening:
+                opening = False
+                if thread == keeper:
+                    store_u64(scratch + CONTROL, ZERO)
+                    store_u64(scratch + CONTROL + EIGHT, ZERO)
+                    store_u64(scratch + CONTROL + SIXTEEN, lease)
+                    store_u64(scratch + CONTROL + SIXTEEN + EIGHT, idle)
+                    store_u64(scratch + CONTROL + THIRTY_TWO + EIGHT, widen_at)
+                    store_u64(scratch + CONTROL + FORTY_EIGHT, hold)
             if thread == keeper:
                 # While those loads fly, on what the last flight brought:
                 now = now_ns()
