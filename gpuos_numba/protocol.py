@@ -260,9 +260,9 @@ SCRATCH_STATUS: Final = SCRATCH_TASKS + 2 * GROUP * TASK_BYTES  # worker: status
 SCRATCH_TURNS: Final = SCRATCH_STATUS  # pump: a record a turn, three used in turn; see TURN
 SCRATCH_CONTEXT: Final = SCRATCH_STATUS + 4 * MAX_RUN  # a copy: an acquire empties L1, re-reading goes to L2
 SCRATCH_RECORDS: Final = 5504  # worker: staged records of a program, two groups used in turn
-SCRATCH_DIGESTS: Final = 7552  # worker: of the group in hand, see device/runs.py
+SCRATCH_DIGESTS: Final = 7552  # worker: of the group in hand and two that say nothing, see device/runs.py
 DIGEST_BYTES: Final = 32
-SCRATCH_ARENA: Final = 8064  # operators' own scratch begins here
+SCRATCH_ARENA: Final = 8192  # operators' own scratch begins here
 ARENA_BYTES: Final = 16 * 1024
 SCRATCH_BYTES: Final = SCRATCH_ARENA + ARENA_BYTES
 
@@ -288,7 +288,7 @@ assert SCRATCH_META + 8 * WINDOW <= SCRATCH_TURNS
 assert SCRATCH_TURNS + 3 * TURN.itemsize <= SCRATCH_CONTEXT
 assert SCRATCH_CONTEXT + CONTEXT.itemsize <= SCRATCH_RECORDS
 assert SCRATCH_RECORDS + 2 * GROUP * PROGRAM_RECORD.itemsize <= SCRATCH_DIGESTS
-assert SCRATCH_DIGESTS + GROUP * DIGEST_BYTES <= SCRATCH_ARENA
+assert SCRATCH_DIGESTS + (GROUP + 2) * DIGEST_BYTES <= SCRATCH_ARENA
 assert SCRATCH_RUN + STAGED_RUN.itemsize <= SCRATCH_BEGAN < SCRATCH_TRACED <= SCRATCH_TASKS - 8
 assert SCRATCH_CONTROL + 8 * len(HOST_CONTROL.names or ()) <= SCRATCH_TRACED
 

@@ -64,7 +64,8 @@ class Block:
         self.m = self._primitives()
 
     def words(self, address: Any, dtype: Any, count: int = 1) -> np.ndarray:
-        memory, place = (self.heap, int(address) - HEAP) if address >= HEAP else (self.scratch, int(address))
+        heap = address >= HEAP
+        memory, place = (self.heap, int(address) - HEAP) if heap else (self.scratch, int(address))
         assert place % np.dtype(dtype).itemsize == 0 and place >= 0
         return memory[place : place + count * np.dtype(dtype).itemsize].view(dtype)
 
@@ -143,6 +144,7 @@ class Block:
             load_task_u32=load(np.uint32),
             load_task_pair=pair,
             load_pair=pair,
+            prefetch=lambda address: words(address, np.uint8, 128),
             store_u64=store(u64),
             store_pair=store_pair,
             load_f32=lambda address: words(address, f32)[0],

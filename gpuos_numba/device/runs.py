@@ -26,19 +26,17 @@ from .elementwise import Entry, Lanes, lanes_f32, lanes_half, make_tree
 
 # A digest: address of x, of y, of the output, and a word: flags | op_id << 8 | dtype << 24 | vectors << 32.
 FAST = 1
-"""At most one or two whole vectors a thread and nothing behind them: what else the digest says holds."""
+"""At most one or two whole vectors a thread and nothing behind them."""
 WIDE = 2
-"""Two."""
-MORE = 4
-"""The next task of the group is linked to this one, plain, of its kind and waits for nothing."""
+"""Two; only where FAST is set."""
+FOLLOWS = 4
+"""The task before is linked to this one, which is plain, of its family, and waits for nothing."""
 APART = 8
 """A thread of it touches what another thread of an earlier task of the group touches: a barrier before it."""
 HELD_X, HELD_Y = 16, 32
 """The operand is the output of the task before, vector by vector. HELD_Y is also set where there is no y."""
-EARLY = FAST | APART
-"""Where of these two only FAST is set, operands may be loaded before the task before has ended."""
-
-
+CHAINED = 64
+"""FOLLOWS and not APART, both tasks are FAST, and both or neither WIDE."""
 OP_BITS = 16
 """Of an op_id in a digest."""
 
@@ -165,10 +163,17 @@ def _make_digest(m: Primitives, family: Family, widest: int) -> Body:
         u64(lanes.count.bit_length() - 1),
     )
     LINK, AFTER_ANY = u64(Flag.LINK << 32), u64((Flag.AFTER_0 | Flag.AFTER_1) << 32)
+    CODE, END, EXTRA = u64(24), u64(GROUP * DIGEST_BYTES), u64(2)
     LENGTH_MASK, PAIRS, TO_ROW = u64(GROUP - 1), u64(GROUP * GROUP), u64(GROUP.bit_length() - 1)
     WHICH_GROUP, ROW_MASK, ROW_IN_WARP = u64(GROUP), u64((1 << GROUP) - 1), u64(31 & ~(GROUP - 1))
-    IS_FAST, IS_WIDE, HAS_MORE, IS_APART = u64(FAST), u64(WIDE), u64(MORE), u64(APART)
-    X_HELD, Y_HELD, TO_OP, TO_KIND = u64(HELD_X), u64(HELD_Y), u64(8), u64(8 + OP_BITS)
+    IS_FAST, IS_WIDE, IS_NEXT, IS_APART = u64(FAST), u64(WIDE), u64(FOLLOWS), u64(APART)
+    IS_CHAINED, X_HELD, Y_HELD, TO_OP, TO_KIND = (
+        u64(CHAINED),
+        u64(HELD_X),
+        u64(HELD_Y),
+        u64(8),
+        u64(8 + OP_BITS),
+    )
     WIDEST = u64(widest)
 
     def fetch(task: Any) -> Any:
@@ -194,9 +199,10 @@ def _make_digest(m: Primitives, family: Family, widest: int) -> Body:
             later = pair >> TO_ROW
             earlier = pair & LENGTH_MASK
             task = group + later * TASK_SIZE
-            head, _, x, y, out, count = fetch(task)
-            head_2, shape_2, x_2, y_2, out_2, count_2 = fetch(group + earlier * TASK_SIZE)
-            fast = is_fast(x, y, out, count)
+            head, shape, x, y, out, count = fetch(task)
+            head_2, _, x_2, y_2, out_2, count_2 = fetch(group + earlier * TASK_SIZE)
+            fast, wide = is_fast(x, y, out, count), count >> TO_VECTOR > block_width()
+            fast_2, wide_2 = is_fast(x_2, y_2, out_2, count_2), count_2 >> TO_VECTOR > block_width()
             size = count << TO_BYTES
             size_2 = count_2 << TO_BYTES
             even = (x | y | out) & FIFTEEN == ZERO
@@ -210,164 +216,213 @@ def _make_digest(m: Primitives, family: Family, widest: int) -> Body:
                 | crosses(out, size, x_2, size_2, alike)
                 | crosses(out, size, y_2, size_2, alike)
             )
-            before = both & (earlier + ONE == later) & alike & fast
+            before = both & (earlier + ONE == later)
+            follows = (
+                before
+                & (head_2 & LINK != ZERO)
+                & (head & AFTER_ANY == ZERO)
+                & (shape >> HALF <= ONE)
+                & in_family(head & LOW_HALF)
+            )
+            chained = follows & fast & fast_2 & (wide == wide_2)
+            held = before & alike & fast
             row = pair & ROW_IN_WARP
             aparts = (ballot(u64(apart)) >> row) & ROW_MASK
-            held_x = (ballot(u64(before & (x == out_2))) >> row) & ROW_MASK
-            held_y = (ballot(u64(before & (y == out_2))) >> row) & ROW_MASK
-            follows = (
-                (earlier == later + ONE)
-                & (head & LINK != ZERO)
-                & (head_2 & AFTER_ANY == ZERO)
-                & (shape_2 >> HALF <= ONE)
-                & in_family(head_2 & LOW_HALF)
-            )
-            more = (ballot(u64(follows)) >> row) & ROW_MASK
+            any_follows = (ballot(u64(follows)) >> row) & ROW_MASK
+            any_chained = (ballot(u64(chained)) >> row) & ROW_MASK
+            any_x = (ballot(u64(held & (x == out_2))) >> row) & ROW_MASK
+            any_y = (ballot(u64(held & (y == out_2))) >> row) & ROW_MASK
             if earlier == ZERO:
                 op = head & LOW_HALF
-                vectors = count >> TO_VECTOR
                 code = (op << TO_OP) | ((load_task_u32(task + DTYPES) & FIFTEEN) << TO_KIND)
                 if fast:
-                    code |= IS_FAST | (vectors << HALF)
-                    if vectors > block_width():
+                    code |= IS_FAST | (count >> TO_VECTOR << HALF)
+                    if wide:
                         code |= IS_WIDE
-                if more != ZERO:
-                    code |= HAS_MORE
+                if any_follows != ZERO:
+                    code |= IS_NEXT
                 if aparts != ZERO:
                     code |= IS_APART
-                if held_x != ZERO:
+                elif any_chained != ZERO:
+                    code |= IS_CHAINED
+                if any_x != ZERO:
                     code |= X_HELD
-                if held_y != ZERO or is_unary(op):
+                if any_y != ZERO or is_unary(op):
                     code |= Y_HELD
                 at = scratch + DIGESTS + later * DIGEST_SIZE
                 store_u64(at, x)
                 store_u64(at + EIGHT, y)
                 store_u64(at + SIXTEEN, out)
-                store_u64(at + SIXTEEN + EIGHT, code)
+                store_u64(at + CODE, code)
+                if later < EXTRA:  # behind the last there is none
+                    store_u64(scratch + DIGESTS + END + later * DIGEST_SIZE + CODE, ZERO)
             pair += block_width()
 
     return m.device(digest)
 
 
+def _make_prefetch(m: Primitives) -> Body:
+    """`prefetch(digests, index)`: bring the operands of the tasks that follow one to L2, all at once.
+
+    Of the run alone: what stands behind its end may be long gone. All threads.
+    """
+    u64, thread_index, block_width = m.u64, m.thread_index, m.block_width
+    load_task_u64, load_task_pair = m.load_task_u64, m.load_task_pair
+    ballot, prefetch_line = m.ballot, m.prefetch
+    CODE, DIGEST_SIZE, SIXTEEN, HALF = u64(24), u64(DIGEST_BYTES), u64(16), u64(32)
+    ZERO, ONE, IS_FAST, IS_NEXT = u64(0), u64(1), u64(FAST), u64(FOLLOWS)
+    X_HELD, Y_HELD, PLACES, LENGTH_MASK = u64(HELD_X), u64(HELD_Y), u64(GROUP * GROUP), u64(GROUP - 1)
+    TO_ROW, TO_LINE, LINE, SHARE = u64(GROUP.bit_length() - 1), u64(7 - 4), u64(128), u64(GROUP)
+
+    def prefetch(digests: Any, index: Any) -> None:
+        place = thread_index()
+        while place < PLACES:
+            column = place & LENGTH_MASK
+            follow = ballot(u64(load_task_u64(digests + column * DIGEST_SIZE + CODE) & IS_NEXT != ZERO))
+            task = place >> TO_ROW
+            between = (ONE << (task + ONE)) - (ONE << (index + ONE))
+            if task > index and follow & between == between:
+                x, y = load_task_pair(digests + task * DIGEST_SIZE)
+                _, code = load_task_pair(digests + task * DIGEST_SIZE + SIXTEEN)
+                line = column
+                lines = ZERO
+                if code & IS_FAST != ZERO:
+                    lines = code >> HALF >> TO_LINE
+                while line < lines:
+                    if code & X_HELD == ZERO:
+                        prefetch_line(x + line * LINE)
+                    if code & Y_HELD == ZERO:
+                        prefetch_line(y + line * LINE)
+                    line += SHARE
+            place += block_width()
+
+    return m.device(prefetch)
+
+
+def _make_chain(m: Primitives, family: Family, wide: bool) -> Body:
+    """`chain(digests, index) -> index`: a FAST task of one or two vectors a thread, and those CHAINED to it.
+
+    The digest of the task after next and the operands of the next one are on their way while one is computed.
+    Flags and vectors are 32 bits wide, half the instructions of 64: this loop is nothing but instructions.
+    """
+    u64, u32, lanes = m.u64, np.uint32, family.lanes
+    thread_index, block_width = m.thread_index, m.block_width
+    load_task_pair, load_pair, store_pair = m.load_task_pair, m.load_pair, m.store_pair
+    unpack, pack, half = lanes.unpack, lanes.pack, family.half
+    pick = make_tree(m, family.entries, 2 * lanes.count if wide else lanes.count)
+    FIFTEEN, SIXTEEN, HALF, LOW_HALF = u64(15), u64(16), u64(32), u64(0xFFFFFFFF)
+    TO_OP, TO_KIND, OP_MASK = u32(8), u32(8 + OP_BITS), u32((1 << OP_BITS) - 1)
+    IS_CHAINED, X_HELD, Y_HELD, F32 = u32(CHAINED), u32(HELD_X), u32(HELD_Y), u64(DType.F32)
+    SIZE, TO_INDEX = u64(DIGEST_BYTES), u64(DIGEST_BYTES.bit_length() - 1)
+    NEXT, ONE = u64(DIGEST_BYTES + 16), u64(1)
+    NOTHING, NO_PAIR = m.f32(0), (u64(0), u64(0))
+    NOTHINGS = (NOTHING,) * (2 * lanes.count if wide else lanes.count)
+    assert not (wide and half)
+
+    def apply(flags: Any, a: Any, b: Any, a_2: Any, b_2: Any) -> Any:
+        op = u32((flags >> TO_OP) & OP_MASK)
+        kind = F32
+        if half:
+            kind = u64(flags >> TO_KIND) & FIFTEEN
+        if wide:
+            x, y = unpack(kind, a) + unpack(kind, a_2), unpack(kind, b) + unpack(kind, b_2)
+            v = pick(op, x, y, NOTHINGS, NOTHING, NOTHING)
+            return pack(kind, (v[0], v[1], v[2], v[3])), pack(kind, (v[4], v[5], v[6], v[7]))
+        r = pack(kind, pick(op, unpack(kind, a), unpack(kind, b), NOTHINGS, NOTHING, NOTHING))
+        return r, r
+
+    apply = m.device(apply)
+
+    def chain(digests: Any, index: Any) -> Any:
+        thread = u32(thread_index())
+        thread_2 = u32(thread_index() + block_width())
+        mine = thread_index() * SIXTEEN
+        mine_2 = mine + block_width() * SIXTEEN
+        at = digests + index * SIZE
+        x, y = load_task_pair(at)
+        out, code = load_task_pair(at + SIXTEEN)
+        flags, vectors = u32(code & LOW_HALF), u32(code >> HALF)
+        next_x, next_y = load_task_pair(at + SIZE)
+        next_out, next_code = load_task_pair(at + NEXT)
+        a = a_2 = b = b_2 = r = r_2 = NO_PAIR
+        if thread < vectors:
+            a, b = load_pair(x + mine), load_pair(y + mine)
+        if wide and thread_2 < vectors:
+            a_2, b_2 = load_pair(x + mine_2), load_pair(y + mine_2)
+        while True:
+            at += SIZE
+            next_flags, next_vectors = u32(next_code & LOW_HALF), u32(next_code >> HALF)
+            next_a = next_a_2 = next_b = next_b_2 = NO_PAIR
+            if next_flags & IS_CHAINED:
+                if not next_flags & X_HELD:
+                    if thread < next_vectors:
+                        next_a = load_pair(next_x + mine)
+                    if wide and thread_2 < next_vectors:
+                        next_a_2 = load_pair(next_x + mine_2)
+                if not next_flags & Y_HELD:
+                    if thread < next_vectors:
+                        next_b = load_pair(next_y + mine)
+                    if wide and thread_2 < next_vectors:
+                        next_b_2 = load_pair(next_y + mine_2)
+            far_x, far_y = load_task_pair(at + SIZE)
+            far_out, far_code = load_task_pair(at + NEXT)
+            if thread < vectors:
+                r, r_2 = apply(flags, a, b, a_2, b_2)
+                store_pair(out + mine, r[0], r[1])
+                if wide and thread_2 < vectors:
+                    store_pair(out + mine_2, r_2[0], r_2[1])
+            if not next_flags & IS_CHAINED:
+                return ((at - digests) >> TO_INDEX) - ONE
+            a, a_2, b, b_2 = next_a, next_a_2, next_b, next_b_2
+            if next_flags & X_HELD:
+                a, a_2 = r, r_2
+            if next_flags & Y_HELD:
+                b, b_2 = r, r_2
+            out, flags, vectors = next_out, next_flags, next_vectors
+            next_x, next_y, next_out, next_code = far_x, far_y, far_out, far_code
+
+    return m.device(chain)
+
+
 def _make_run(m: Primitives, family: Family) -> Body:
     """`run(scratch, position) -> position` of one family. See `make_run_plain`."""
-    u64, u32, lanes, half = m.u64, np.uint32, family.lanes, family.half
-    thread_index, block_width, barrier = m.thread_index, m.block_width, m.barrier
-    load_task_u64, load_task_pair = m.load_task_u64, m.load_task_pair
-    load_pair, store_pair = m.load_pair, m.store_pair
-    unpack, pack = lanes.unpack, lanes.pack
-    pick = make_tree(m, family.entries, lanes.count)
-    wide = not half  # two vectors a thread, side by side: of f32, four lanes each
-    pick_two = make_tree(m, family.entries, 2 * lanes.count) if wide else pick
-    digest, run_one = _make_digest(m, family, 2 if wide else 1), _make_run_one(m, family)
-
+    u64, barrier, load_task_u64 = m.u64, m.barrier, m.load_task_u64
+    wide = not family.half  # two vectors a thread, side by side: of f32, four lanes each
+    digest, prefetch = _make_digest(m, family, 2 if wide else 1), _make_prefetch(m)
+    run_one, chain = _make_run_one(m, family), _make_chain(m, family, False)
+    wide_chain = _make_chain(m, family, True) if wide else chain
     TASKS, DIGESTS, DIGEST_SIZE = u64(SCRATCH_TASKS), u64(SCRATCH_DIGESTS), u64(DIGEST_BYTES)
     SLOT, GROUP_MASK, TASK_SIZE = u64(2 * GROUP - 1), u64(GROUP - 1), u64(TASK_BYTES)
-    ZERO, ONE, FIFTEEN, SIXTEEN, HALF = u64(0), u64(1), u64(15), u64(16), u64(32)
-    LINK, LOW_HALF, F32 = u64(Flag.LINK << 32), u64(0xFFFFFFFF), u64(DType.F32)
-    NONE, TO_OP, TO_KIND, OP_MASK = u32(0), u32(8), u32(8 + OP_BITS), u32((1 << OP_BITS) - 1)
-    IS_FAST, IS_WIDE, HAS_MORE, IS_APART = u32(FAST), u32(WIDE), u32(MORE), u32(APART)
-    X_HELD, Y_HELD, EARLY_MASK = u32(HELD_X), u32(HELD_Y), u32(EARLY)
-    NOTHING = m.f32(0)
-    NOTHINGS, TWICE = (NOTHING,) * lanes.count, (NOTHING,) * (2 * lanes.count)
-    NO_PAIR = (u64(0), u64(0))
-
-    def one(op: Any, kind: Any, a: Any, b: Any) -> Any:
-        return pack(kind, pick(op, unpack(kind, a), unpack(kind, b), NOTHINGS, NOTHING, NOTHING))
-
-    def two(op: Any, kind: Any, a: Any, b: Any, a_2: Any, b_2: Any) -> Any:
-        x = unpack(kind, a) + unpack(kind, a_2)
-        y = unpack(kind, b) + unpack(kind, b_2)
-        r = pick_two(op, x, y, TWICE, NOTHING, NOTHING)
-        return pack(kind, (r[0], r[1], r[2], r[3])), pack(kind, (r[4], r[5], r[6], r[7]))
-
-    one, two = m.device(one), m.device(two)
+    ZERO, ONE, LINK, CODE = u64(0), u64(1), u64(Flag.LINK << 32), u64(24)
+    IS_FAST, IS_WIDE, IS_NEXT, IS_APART = u64(FAST), u64(WIDE), u64(FOLLOWS), u64(APART)
 
     def run(scratch: Any, position: Any) -> Any:
-        # Flags and vectors are 32 bits wide: half the instructions of 64, and this loop is all instructions.
-        thread = u32(thread_index())
-        width = u32(block_width())
-        mine = thread_index() * SIXTEEN
-        step = block_width() * SIXTEEN
-        x = y = out = ZERO
-        flags = vectors = NONE
-        if load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) & LINK != ZERO:
-            if position & GROUP_MASK != GROUP_MASK:
-                digest(scratch, position)
-                barrier()
-                at = scratch + DIGESTS + (position & GROUP_MASK) * DIGEST_SIZE
-                x, y = load_task_pair(at)
-                out, code = load_task_pair(at + SIXTEEN)
-                flags, vectors = u32(code & LOW_HALF), u32(code >> HALF)
-        loaded = False  # a and b are this task's
-        a = a_2 = b = b_2 = r = r_2 = NO_PAIR
+        digests = scratch + DIGESTS
+        index = position & GROUP_MASK
+        first = position - index
+        flags = ZERO
+        linked = load_task_u64(scratch + TASKS + (position & SLOT) * TASK_SIZE) & LINK != ZERO
+        linked = linked and index != GROUP_MASK
+        if linked:
+            digest(scratch, position)
+            barrier()
+            prefetch(digests, index)
+            flags = load_task_u64(digests + index * DIGEST_SIZE + CODE)
         while True:
-            next_x = next_y = next_out = ZERO
-            next_flags = next_vectors = NONE
-            if flags & HAS_MORE:
-                at = scratch + DIGESTS + ((position + ONE) & GROUP_MASK) * DIGEST_SIZE
-                next_x, next_y = load_task_pair(at)
-                next_out, code = load_task_pair(at + SIXTEEN)
-                next_flags, next_vectors = u32(code & LOW_HALF), u32(code >> HALF)
-            next_a = next_a_2 = next_b = next_b_2 = NO_PAIR
-            early = False
-            if flags & IS_FAST:
-                second = mine  # of a thread that has one vector, the first once more
-                if u32(thread + width) < vectors:
-                    second = mine + step
-                if thread < vectors:
-                    if not loaded:
-                        if not flags & X_HELD:
-                            a = load_pair(x + mine)
-                        if not flags & Y_HELD:
-                            b = load_pair(y + mine)
-                        if wide and flags & IS_WIDE:
-                            if not flags & X_HELD:
-                                a_2 = load_pair(x + second)
-                            if not flags & Y_HELD:
-                                b_2 = load_pair(y + second)
-                early = u32(next_flags & EARLY_MASK) == IS_FAST
-                if early and thread < next_vectors:
-                    if not next_flags & X_HELD:
-                        next_a = load_pair(next_x + mine)
-                    if not next_flags & Y_HELD:
-                        next_b = load_pair(next_y + mine)
-                    if wide and next_flags & IS_WIDE:
-                        next_second = mine
-                        if u32(thread + width) < next_vectors:
-                            next_second = mine + step
-                        if not next_flags & X_HELD:
-                            next_a_2 = load_pair(next_x + next_second)
-                        if not next_flags & Y_HELD:
-                            next_b_2 = load_pair(next_y + next_second)
-                if thread < vectors:
-                    if flags & X_HELD:
-                        a = r
-                        a_2 = r_2
-                    if flags & Y_HELD:
-                        b = r
-                        b_2 = r_2
-                    op = u32((flags >> TO_OP) & OP_MASK)
-                    kind = F32
-                    if half:
-                        kind = u64(flags >> TO_KIND) & FIFTEEN
-                    if wide and flags & IS_WIDE:
-                        r, r_2 = two(op, kind, a, b, a_2, b_2)
-                        store_pair(out + mine, r[0], r[1])
-                        if second != mine:
-                            store_pair(out + second, r_2[0], r_2[1])
-                    else:
-                        r = one(op, kind, a, b)
-                        store_pair(out + mine, r[0], r[1])
+            if flags & IS_FAST == ZERO:
+                run_one(scratch + TASKS + ((first + index) & SLOT) * TASK_SIZE)
+            elif flags & IS_WIDE == ZERO:
+                index = chain(digests, index)
             else:
-                run_one(scratch + TASKS + (position & SLOT) * TASK_SIZE)
-            if not flags & HAS_MORE:
-                return position
-            if next_flags & IS_APART:
+                index = wide_chain(digests, index)
+            flags = ZERO
+            if linked:
+                flags = load_task_u64(digests + (index + ONE) * DIGEST_SIZE + CODE)
+            if flags & IS_NEXT == ZERO:
+                return first + index
+            if flags & IS_APART != ZERO:
                 barrier()
-            position += ONE
-            x, y, out, flags, vectors = next_x, next_y, next_out, next_flags, next_vectors
-            a, a_2, b, b_2, loaded = next_a, next_a_2, next_b, next_b_2, early
+            index += ONE
 
     return m.device(run)
 

@@ -88,6 +88,7 @@ class Primitives(Protocol):
     load_f32x4: Primitive  # (address, 16-byte aligned) -> 4 f32
     store_f32x4: Primitive  # (address, f32, f32, f32, f32)
     load_pair: Primitive  # (address, 16-byte aligned) -> (u64, u64), plain
+    prefetch: Primitive  # (address): its 128 bytes may be read soon; they are an operand's
     load_u8: Primitive  # (address) -> u64, zero-extended
     load_u16: Primitive
     load_word: Primitive  # 32 bits -> u64, zero-extended

@@ -279,6 +279,11 @@ def shuffle_xor_u64(value, mask):
 
 
 @njit(nogil=True, inline="always")
+def prefetch(address):
+    pass
+
+
+@njit(nogil=True, inline="always")
 def ballot(vote):
     return vote
 

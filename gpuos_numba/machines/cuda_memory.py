@@ -462,6 +462,16 @@ def shuffle_xor_u64(typingctx, value, mask):
 
 
 @intrinsic
+def prefetch(typingctx, address):
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_VOID, [_I64])
+        builder.call(ir.InlineAsm(kind, "prefetch.global.L2 [$0];", "l", side_effect=True), args)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), codegen
+
+
+@intrinsic
 def ballot(typingctx, vote):
     def codegen(context, builder, signature, args):
         ptx = (
