@@ -35,7 +35,7 @@ from .descriptor import (
 )
 from .device.operators.table import Operand as Planned
 from .device.operators.table import Plan, castable
-from .errors import ArgumentError, DTypeError
+from .errors import ArgumentError, DTypeError, QueueFull
 from .host.arrays import ArrayView, _contiguous_strides, _same_walk, byte_range, overlap, validate_output
 from .host.completion import Ticket
 from .host.order import ACCESS, MOST_RANGES, pack_ranges
@@ -469,6 +469,7 @@ class Program:
         self._known_bytes = 0
         self._copies = [_Copy() for _ in range(copies)]
         self._turn = 0
+        self._interrupted = False  # a call was, and may be under way
         self._epoch = 0
         self._parts: list[tuple[int, int]] = []
         weakref.finalize(self, runtime._tables.give, self._parts).atexit = False
@@ -532,6 +533,10 @@ class Program:
         runtime._check_open()
         if runtime._recorders and threading.get_ident() in runtime._recorders:
             raise ArgumentError("a program inside a recording: call its function instead")
+        if self._interrupted:
+            # A call was interrupted that may be under way, and nobody has its ticket: its memory is in use.
+            runtime._drain()
+            self._interrupted = False
         if after is None and timeout_s is None:
             with self._lock:
                 ticket = self._again(arguments, out)
@@ -738,6 +743,17 @@ class Program:
         self, copy: _Copy, table: _Table, handed: Any, owners: list[Any], after: Any, timeout_s: float | None
     ) -> Ticket:
         """Enqueue the call that a table's task says."""
+        try:
+            return self._put_now(copy, table, handed, owners, after, timeout_s)
+        except QueueFull:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _put_now(
+        self, copy: _Copy, table: _Table, handed: Any, owners: list[Any], after: Any, timeout_s: float | None
+    ) -> Ticket:
         table.task_words[EPOCH_WORD] = self._epoch = self._epoch + 1
         ticket = None
         if after is None and timeout_s is None:

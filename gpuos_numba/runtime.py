@@ -79,6 +79,8 @@ _NO_SCALARS = bytes(SCALAR_BYTES)
 _SLICE_NS: Final = 10_000_000
 """Compiled waits come back to Python this often, so that Ctrl-C is seen."""
 _RANGES: Final = 256
+_HELD: Final = 1024
+"""Notes of arrays in use, before it is looked which of them may go."""
 _LAST_OUTPUT: Final = 3 + MAX_INPUTS + MAX_OUTPUTS
 """Where a descriptor's fields have the address of the second output."""
 
@@ -240,6 +242,11 @@ def _items(given: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             yield name, str(value), type(value), hash(value)
 
 
+def _call_key(operator: Operator, out: Any, given: dict[str, Any]) -> Any:
+    """What `Calls.ways` knows a call by. Raises TypeError where a keyword is of a kind that makes no key."""
+    return (operator, out is None, *_items(given)) if given or out is None else operator
+
+
 def _kernel_name(op_id: int) -> str:
     kernel = KERNELS.get(op_id)
     return f"op {op_id}" if kernel is None else kernel.name
@@ -340,14 +347,18 @@ class Runtime:
         self._tracks = self.config.order == "auto"
         self._lanes = Lanes(self.config.order == "lane", self.config.low_priority_depth)
         self._lanes.begin(self)
-        self._held: deque[tuple[int, Any]] = deque()  # (position after the last task, arrays)
+        self._held: deque[list[Any]] = deque()
+        """What tasks under way use: [position after the last of them, arrays ...]. Appended before they are
+        enqueued, so that no interrupt comes between; until they are, the position is None. Emptied where they
+        were not."""
+        self._tidying, self._tidy_at = threading.Lock(), _HELD
         self._reported = 0  # failures that synchronize has raised for
         self._injected = Injected()
-        self._plain = self._has_plain = isinstance(getattr(self._machine, "stream_query", None), int)
+        self._plain = self._has_plain = isinstance(getattr(self._machine, "stream_driver", None), int)
         self._overridden = False  # an operator of the table is replaced, or on trial
         self._plain_limit = PLAIN_LIMIT
         self._calls: Calls | None = None  # made when torch is there
-        self._tensors: tuple[type, ...] = ()
+        self._tensors: tuple[()] | tuple[type, type] = ()
         self._trace: Trace | None = None
         self._put_aside: Calls | None = None  # while a trace is taken
         self._prepared: set[int] = set()  # kernels that this Runtime has used
@@ -357,7 +368,7 @@ class Runtime:
             self._prepare(op_id)
         self._ordinal = device
         self._torch: Any = None
-        self._query = 0
+        self._driver = 0
         self._current_stream: Any = lambda device: 0
         self._settle = self.machine == "cuda" and self.config.input_order == "stream"
         board = Board.create()
@@ -759,7 +770,7 @@ class Runtime:
                 self._pid,
                 1.0 if force else 10.0,
             )
-            self._held.clear()
+            self._held = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -1161,8 +1172,9 @@ class Runtime:
         if api is None:
             return False
         device = (2, self._ordinal) if self.machine == "cuda" else (1, 0)
-        query = self._machine.stream_query if self._settle else 0  # type: ignore[attr-defined]
-        self._calls = Calls(self._address, api, device, query, self._order if self._tracks else 0)
+        driver = self._machine.stream_driver if self._settle else 0  # type: ignore[attr-defined]
+        order = self._order if self._tracks else 0
+        self._calls = Calls(self._address, api, self._tensors, device, driver, order)
         return True
 
     def _short(
@@ -1177,56 +1189,63 @@ class Runtime:
                 return None
             known = self._calls
             assert known is not None
-        plain, parameter = self._tensors
-        objects: Any = inputs
-        if out is not None:
-            objects = (*inputs, *out) if type(out) is tuple else (*inputs, out)
-        for each in objects:
-            if type(each) is not plain and type(each) is not parameter:
-                return None
         try:
-            token = known.tokens[
-                (operator, out is None, *_items(given)) if given else (operator, out is None)
-            ]
+            key = operator if out is not None and not given else _call_key(operator, out, given)
+            way = known.ways[key]
         except (KeyError, TypeError):
             return None
-        count = len(objects)
-        word = token << 16 | count << 4 | count
-        if count <= 3:
-            position, answer = known.few(
-                known.address,
-                word,
-                id(objects[0]) if count else 0,
-                id(objects[1]) if count > 1 else 0,
-                id(objects[2]) if count > 2 else 0,
-            )
-        elif count <= calls.OPERANDS:
-            places = (*map(id, objects), 0, 0, 0)[: calls.OPERANDS]
-            position, answer = known.many(known.address, word, *places)
+        if out is None:
+            objects = inputs
+        elif type(out) is tuple:
+            objects = (*inputs, *out)
         else:
-            return None
-        if answer == calls.WANTS:
-            looks, allocates = known.wants[position]
-            if looks and any(each.is_neg() for each in objects):
-                return None
-            if allocates:
-                empty, device = sys.modules["torch"].empty, objects[0].device
-                fresh = tuple(empty(shape, dtype=dtype, device=device) for shape, dtype in allocates)
-                objects = (*objects, *fresh)
-                if out is None and operator.outputs:
-                    out = fresh[0] if operator.outputs == 1 else fresh[: operator.outputs]
-            word += (len(objects) - count) | 1 << 8
-            places = (*map(id, objects), 0, 0, 0, 0, 0, 0)[: calls.OPERANDS]
-            position, answer = known.many(known.address, word, *places)
-        if answer != calls.SENT and answer != calls.SENT_UNSERVED:
-            return None
+            objects = (*inputs, out)
+        note: list[Any] = [None, objects, operator]
         held = self._held
-        held.append(((position + 1) & MASK_64, (objects, operator)))
-        if answer == calls.SENT_UNSERVED and self._host.relaunch(self._address):
-            self._keeper.ensure_served()
-        if len(held) > 1024:
+        try:
+            held.append(note)
+            position = way(*objects)
+            if position < 0:
+                if not position & 1:
+                    position, out = self._complete(known, way, (calls.WANTS - position) >> 1, note, out)
+                if position == calls.DECLINED:
+                    note.clear()
+                    return None
+            if position >= 0:
+                note[0] = position + 1
+            else:
+                position = (calls.UNSERVED - position) >> 1
+                note[0] = position + 1
+                if self._host.relaunch(self._address):
+                    self._keeper.ensure_served()
+        except BaseException:
+            self._leave(note)
+            raise
+        if len(held) > self._tidy_at:
             self._tidy()
-        return Ticket(self, operator.name, [(position, 1)], out)
+        return Ticket(self, operator.name, position, out)
+
+    def _complete(
+        self, known: Calls, way: Callable[..., int], entry: int, note: list[Any], out: Any
+    ) -> tuple[int, Any]:
+        """Do what a known call wants and send it: the answer, and what its ticket hands out."""
+        _, objects, operator = note
+        try:
+            wanted = known.wants[entry]
+        except IndexError:
+            return calls.DECLINED, out
+        if wanted.way is not way:  # all was forgotten, and another call learned, since it answered
+            return calls.DECLINED, out
+        if wanted.looks and any(each.is_neg() for each in objects):
+            return calls.DECLINED, out
+        if wanted.allocates:
+            empty, device = sys.modules["torch"].empty, objects[0].device
+            fresh = tuple(empty(shape, dtype=dtype, device=device) for shape, dtype in wanted.allocates)
+            note[1] = objects = (*objects, *fresh)
+            if out is None and operator.outputs:
+                out = fresh[0] if operator.outputs == 1 else fresh[: operator.outputs]
+        answer = wanted.send(*objects)
+        return (calls.DECLINED if answer < 0 and not answer & 1 else answer), out
 
     def _learn(
         self,
@@ -1253,8 +1272,8 @@ class Runtime:
         if any(type(view.owner) not in self._tensors for view in operands):
             return
         try:
-            key = (operator, out is None, *_items(given))
-            token = known.tokens.get(key) or known.token(key)
+            key = _call_key(operator, out, given)
+            token = known.token(key)
         except TypeError:
             return
         kinds = tuple((view.shape, view.strides, view.dtype) for view in operands[:keyed])
@@ -1263,7 +1282,7 @@ class Runtime:
         allocates = [(view.shape, view.owner.dtype) for view in operands[keyed:]]  # type: ignore[attr-defined]
         writes = range(len(inputs), len(inputs) + outputs)
         same_ok = tuple(place - led for place in operator.same_ok if led <= place < led + len(inputs))
-        known.learn(token, keyed, operands, led, writes, same_ok, task, epoch, allocates)
+        known.learn(key, keyed, operands, led, writes, same_ok, task, epoch, allocates)
 
     # --- the way to the ring ---
 
@@ -1353,50 +1372,58 @@ class Runtime:
         held_back = self._lanes.limit(lane)
         step = held_back or count
         deadline = 0
-        while sent < count:
-            now = time.monotonic_ns()
-            deadline = deadline or now + int(timeout_s * 1e9)
-            if held_back:
-                self._hold_back(held_back, deadline)
-            done, written, nobody_serves = submit(
-                self._address,
-                self._order,
-                address + sent * TASK_BYTES,
-                touched and touched + sent * TASK_BYTES,
-                min(count - sent, step),
-                in_order,
-                extra,
-                len(pairs) if sent == 0 or not in_order else 0,
-                min(deadline, now + _SLICE_NS),
-                local.ranges_address,
-                _RANGES,
-            )
-            for index in range(written):
-                first, length = local.ranges[index].tolist()
-                if ranges and (ranges[-1][0] + ranges[-1][1]) & MASK_64 == first:
-                    ranges[-1] = (ranges[-1][0], ranges[-1][1] + length)
-                else:
-                    ranges.append((first, length))
-            sent += done
-            if done:
-                self._held.append(((ranges[-1][0] + ranges[-1][1]) & MASK_64, owners))
-            if nobody_serves:
-                self._keeper.ensure_served()
-            # Still parked after that: launches are held back, and the deadline holds all the same.
-            if not done and time.monotonic_ns() >= deadline and (not nobody_serves or self._keeper.parked):
-                raise QueueFull(
-                    f"the ring of {self.config.capacity} slots stayed full for {timeout_s} s; "
-                    f"{sent} of {count} tasks are enqueued: wait for tickets, or raise capacity or timeout_s"
+        note: list[Any] = [None, owners]
+        try:
+            self._held.append(note)
+            while sent < count:
+                now = time.monotonic_ns()
+                deadline = deadline or now + int(timeout_s * 1e9)
+                if held_back:
+                    self._hold_back(held_back, deadline)
+                done, written, nobody_serves = submit(
+                    self._address,
+                    self._order,
+                    address + sent * TASK_BYTES,
+                    touched and touched + sent * TASK_BYTES,
+                    min(count - sent, step),
+                    in_order,
+                    extra,
+                    len(pairs) if sent == 0 or not in_order else 0,
+                    min(deadline, now + _SLICE_NS),
+                    local.ranges_address,
+                    _RANGES,
                 )
-            if done:
-                deadline = 0
-        if len(self._held) > 1024:
-            self._tidy()
-        if trace is not None:
-            trace.submitted(began, operator, ranges)
-        ticket = Ticket(self, operator, ranges, out)
-        ticket._linked, ticket._count = bool(in_order), count
-        return ticket
+                for first, length in local.ranges[:written].tolist():
+                    if ranges and (ranges[-1][0] + ranges[-1][1]) & MASK_64 == first:
+                        ranges[-1] = (ranges[-1][0], ranges[-1][1] + length)
+                    else:
+                        ranges.append((first, length))
+                sent += done
+                if nobody_serves:
+                    self._keeper.ensure_served()
+                # Still parked after that: launches are held back, and the deadline holds all the same.
+                if (
+                    not done
+                    and time.monotonic_ns() >= deadline
+                    and (not nobody_serves or self._keeper.parked)
+                ):
+                    raise QueueFull(
+                        f"the ring of {self.config.capacity} slots stayed full for {timeout_s} s; "
+                        f"{sent} of {count} tasks are enqueued: wait for tickets, or raise capacity or "
+                        "timeout_s"
+                    )
+                if done:
+                    deadline = 0
+            if trace is not None:
+                trace.submitted(began, operator, ranges)
+            return self._sent(note, operator, ranges, out, count, bool(in_order))
+        except BaseException as error:
+            if sent == 0 and isinstance(error, QueueFull):
+                note.clear()
+                self._held.remove(note)  # or another one that is empty
+            else:
+                self._leave(note)
+            raise
 
     def _send_known(
         self, operator: str, task: int, touched: int, waits: int, owners: Any, out: Any
@@ -1406,31 +1433,54 @@ class Runtime:
         if self._trace is not None or not self._lanes.simple:
             return None
         local = self._local
-        done, written, nobody_serves = self._ordered.submit(
-            self._address,
-            self._order,
-            task,
-            touched if self._tracks else 0,
-            1,
-            0,
-            waits,
-            1 if waits else 0,
-            0,
-            local.ranges_address,
-            _RANGES,
-        )
-        if not done:
-            return None  # the ring is full; joins that went in ahead of the task do no harm
-        ranges = [(first, length) for first, length in local.ranges[:written].tolist()]
-        held = self._held
-        held.append(((ranges[-1][0] + ranges[-1][1]) & MASK_64, owners))
-        if nobody_serves:
-            self._keeper.ensure_served()
-        if len(held) > 1024:
+        note: list[Any] = [None, owners]
+        try:
+            self._held.append(note)
+            done, written, nobody_serves = self._ordered.submit(
+                self._address,
+                self._order,
+                task,
+                touched if self._tracks else 0,
+                1,
+                0,
+                waits,
+                1 if waits else 0,
+                0,
+                local.ranges_address,
+                _RANGES,
+            )
+            if not done:
+                note.clear()
+                return None  # the ring is full; joins that went in ahead of the task do no harm
+            ranges = [(first, length) for first, length in local.ranges[:written].tolist()]
+            if nobody_serves:
+                self._keeper.ensure_served()
+            return self._sent(note, operator, ranges, out, 1)
+        except BaseException:
+            self._leave(note)
+            raise
+
+    def _sent(
+        self,
+        note: list[Any],
+        operator: str,
+        ranges: list[tuple[int, int]],
+        out: Any,
+        count: int,
+        linked: bool = False,
+    ) -> Ticket:
+        """The ticket of `count` tasks that are enqueued; their arrays are held until the last has retired."""
+        first, length = ranges[-1]
+        note[0] = (first + length) & MASK_64
+        if len(self._held) > self._tidy_at:
             self._tidy()
         ticket = Ticket(self, operator, ranges, out)
-        ticket._count = 1
+        ticket._linked, ticket._count = linked, count
         return ticket
+
+    def _leave(self, note: list[Any]) -> None:
+        """An interrupt came while tasks were enqueued. Those that were lie before what is claimed by now."""
+        note[:1] = [int(self._words["claimed"][0])]
 
     def _hold_back(self, depth: int, deadline_ns: int) -> None:
         """Wait until no more than `depth` tasks are unfinished, or until the deadline."""
@@ -1488,13 +1538,16 @@ class Runtime:
     def _tidy(self) -> None:
         """Retire completed tasks and let go of their arrays."""
         self._host.retire(self._address)
-        retired = int(self._words["retired"][0])
-        held = self._held
-        while held and (retired - held[0][0]) & MASK_64 < 1 << 63:
-            try:
+        if self._tidying.locked():
+            return  # another thread does, or this one: an array that was let go of called back
+        with self._tidying:
+            retired, held = int(self._words["retired"][0]), self._held
+            while held:
+                end = held[0][:1]
+                if end and (end[0] is None or (retired - end[0]) & MASK_64 >= 1 << 63):
+                    break
                 held.popleft()
-            except IndexError:  # another thread tidied too
-                break
+            self._tidy_at = len(held) + _HELD
 
     def _publish_layouts(self, count: int) -> None:
         self._control["layouts"] = count
@@ -1600,7 +1653,7 @@ def _plain_torch(self: Runtime, op_id: int, x: Any, y: Any, out: Any) -> Ticket 
         if torch is None:
             return None
         if self._settle:
-            self._query = self._machine.stream_query  # type: ignore[attr-defined]
+            self._driver = self._machine.stream_driver  # type: ignore[attr-defined]
             self._current_stream = torch._C._cuda_getCurrentRawStream
     tensor, f32, device = torch.Tensor, torch.float32, self._ordinal
     if type(x) is not tensor or type(y) is not tensor or type(out) is not tensor:
@@ -1623,23 +1676,30 @@ def _plain_torch(self: Runtime, op_id: int, x: Any, y: Any, out: Any) -> Ticket 
     if (at_out != at_x and -size < at_out - at_x < size) or (at_out != at_y and -size < at_out - at_y < size):
         return None
     stream = self._current_stream(device)
-    if self._tracks:
-        position, answer = self._ordered.submit_plain(
-            self._address, self._order, op_id, at_x, at_y, at_out, count, self._query, stream
-        )
-    else:
-        position, answer = self._host.submit_plain(
-            self._address, op_id, at_x, at_y, at_out, count, self._query, stream
-        )
-    if answer == ring.DECLINED:
-        return None
+    note: list[Any] = [None, x, y, out]
     held = self._held
-    held.append(((position + 1) & MASK_64, (x, y, out)))
-    if answer == ring.SENT_UNSERVED:
-        self._keeper.ensure_served()
-    if len(held) > 1024:
+    try:
+        held.append(note)
+        if self._tracks:
+            position, answer = self._ordered.submit_plain(
+                self._address, self._order, op_id, at_x, at_y, at_out, count, self._driver, stream
+            )
+        else:
+            position, answer = self._host.submit_plain(
+                self._address, op_id, at_x, at_y, at_out, count, self._driver, stream
+            )
+        if answer == ring.DECLINED:
+            note.clear()
+            return None
+        note[0] = (position + 1) & MASK_64
+        if answer == ring.SENT_UNSERVED:
+            self._keeper.ensure_served()
+    except BaseException:
+        self._leave(note)
+        raise
+    if len(held) > self._tidy_at:
         self._tidy()
-    return Ticket(self, "", [(position, 1)], out)
+    return Ticket(self, "", position, out)
 
 
 def _sugar(operator: Operator) -> Any:
@@ -1669,7 +1729,8 @@ def _sugar(operator: Operator) -> Any:
             if ticket is not None:
                 ticket.operator = operator.name
                 return ticket
-        return self.submit(operator.name, inputs, out, after=after, **scalars)
+        timeout_s = scalars.pop("timeout_s", None)
+        return cast("Ticket", self._submit_one(operator, inputs, out, after, timeout_s, scalars))
 
     call.__name__ = operator.name
     call.__qualname__ = f"Runtime.{operator.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -12,6 +13,8 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -430,3 +433,165 @@ def test_a_launch_that_fails_is_tried_again_for_a_task_that_nobody_waits_for(
         while rt.stats().completed < 1 and time.monotonic() < until:
             time.sleep(0.01)
         assert rt.stats().completed == 1  # the keeper launched; nobody submitted or waited
+
+
+# --- Ctrl-C while tasks are enqueued ---
+
+SENDERS = {"_send", "_sent", "_send_known", "_short", "_complete"}
+
+
+class Withheld:
+    """Nothing that is submitted runs until `open`."""
+
+    def __init__(self, rt: Runtime) -> None:
+        rt._streams.hold(self._later)
+
+    def _later(self, word: int, value: int) -> None:
+        self._word, self._value = word, value
+
+    def open(self) -> None:
+        ctypes.c_uint64.from_address(self._word).value = self._value
+
+
+def interrupted(do: Callable[..., Any], step: int, *arguments: Any) -> bool:
+    """Call it, with a Ctrl-C before the bytecode instruction of this number in SENDERS; whether it came."""
+    left = step
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_name not in SENDERS:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do(*arguments)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def numpy_call(rt: Runtime) -> Callable[[Any, Any], Any]:
+    return lambda x, out: rt.add(x, x, out=out)
+
+
+def batch_call(rt: Runtime) -> Callable[[Any, Any], Any]:
+    return lambda x, out: rt.submit_batch(rt.batch("add", [((x, x), out)] * 2))
+
+
+def known_program(rt: Runtime) -> Callable[[Any, Any], Any]:
+    x, out = np.ones((2, 8), F32)
+    program = rt.program(lambda x: rt.add(x, x), (x,))
+    program(x, out=out).wait()
+
+    def call(x: Any, out: Any) -> Any:
+        program._interrupted = False  # the call that was has run
+        return program(x, out=out)
+
+    return call
+
+
+def short_call(rt: Runtime) -> Callable[[Any, Any], Any]:
+    torch = pytest.importorskip("torch", reason="the short way takes torch tensors")
+    x, out = torch.ones(2, 8)
+    for _ in range(3):
+        rt.add(x, x, out=out).wait()
+        rt.add(x, x).wait()
+    if rt._calls is None or rt._calls.sent == 0:
+        pytest.skip("this torch has no short way: unproved")
+
+    def call(x: Any, out: Any) -> Any:
+        return rt.add(torch.from_numpy(x), torch.from_numpy(x), out=torch.from_numpy(out))
+
+    return call
+
+
+@pytest.mark.parametrize("made", [numpy_call, batch_call, known_program, short_call])
+def test_ctrl_c_at_any_instruction_frees_no_array_of_a_task_and_keeps_no_other_for_ever(made: Any) -> None:
+    """Forbidden: a task that is enqueued and not run, and an array of it that is gone."""
+    with Runtime("cpu", workers=1, deadline_s=60) as rt:
+        call = made(rt)
+
+        def once(step: int) -> tuple[bool, bool]:
+            x, out = np.ones(8, F32), np.zeros(8, F32)
+            gate = Withheld(rt)
+            before = rt.stats().submitted
+            came = interrupted(call, step, x, out)
+            sent = rt.stats().submitted > before
+            kept = weakref.ref(x), weakref.ref(out)
+            del x, out
+            there = [each() is not None for each in kept]
+            gate.open()
+            rt.synchronize(60)
+            assert not sent or all(there)
+            assert kept[0]() is None
+            assert (
+                kept[1]() is None or made is known_program
+            )  # which keeps its last ticket, and that its result
+            return came, sent
+
+        found = []
+        while not found or found[-1][0]:
+            found.append(once(len(found)))
+        assert len(found) > 20 and {sent for _, sent in found} == {False, True}
+
+
+def test_a_program_whose_call_was_interrupted_waits_for_it_before_the_next(cpu: Runtime) -> None:
+    x, out = np.ones((2, 8), F32)
+    program = cpu.program(lambda x: cpu.add(x, x), (x,))
+    steps = 0
+    while interrupted(lambda: program(x, out=out), steps):
+        steps += 7
+        other = np.full(8, steps, F32)
+        assert (program(other).result(60) == 2 * steps).all()
+        assert cpu.stats().queue_depth == 0
+    assert steps > 20
+
+
+def test_a_call_that_a_full_ring_refuses_leaves_its_arrays_alone() -> None:
+    with Runtime("cpu", workers=1, capacity=4, deadline_s=60) as rt:
+        gate = Withheld(rt)
+        for _ in range(3):
+            rt.add(f32(8), f32(8))
+        held = len(rt._held)
+        x = f32(8)
+        for _ in range(5):
+            assert rt.try_submit("add", (x, x)) is None
+        assert len(rt._held) == held
+        kept = weakref.ref(x)
+        del x
+        gc.collect()
+        assert kept() is None
+        gate.open()
+
+
+def test_threads_that_tidy_at_once_let_go_of_no_array_too_early() -> None:
+    """Forbidden: two look at the same note, and the second removes another one."""
+    with Runtime("cpu", workers=1, deadline_s=60) as rt:
+        rt.add(f32(8), f32(8)).wait()
+        gate = Withheld(rt)
+        kept = []
+        for _ in range(50):
+            x = f32(8)
+            kept.append(weakref.ref(x))
+            rt.add(x, x)
+        del x
+        threads = [threading.Thread(target=lambda: [rt._tidy() for _ in range(200)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert all(each() is not None for each in kept)
+        gate.open()
+        rt.synchronize(60)
+        gc.collect()
+        assert all(each() is None for each in kept)

@@ -13,9 +13,11 @@ Owned by one Runtime. Everything here runs with the GIL held, so calls and chang
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,11 +26,13 @@ from ..machines.base import Body, HostPrimitives
 from ..protocol import HOST_CONTEXT, HOST_WORDS, field
 from .arrays import ArrayView, byte_range
 from .order import ACCESS, ORDER, make_fill, make_lock
+from .query import make_query
 from .ring import make_publish, make_retire, make_try_claim
 
-DECLINED, SENT, SENT_UNSERVED, WANTS = 0, 1, 2, 3
-"""Answers of a call: nothing was enqueued; enqueued; enqueued and somebody must launch; the call is known and
-wants what its entry says: outputs to be allocated, or a look at its tensors' negative bits."""
+DECLINED, WANTS, UNSERVED = -1, -2, -3
+"""Answers of a call that are no position. WANTS, less twice the entry's number: the call is known and wants
+what its entry says, outputs to be allocated or a look at its tensors' negative bits. UNSERVED, less twice the
+position: enqueued, and somebody must launch."""
 
 OPERANDS: Final = 7
 KEY_WORDS: Final = 64
@@ -36,6 +40,8 @@ ENTRIES: Final = 2048
 TABLE: Final = 4 * ENTRIES
 TENSOR_BYTES: Final = 64  # of which DLPack's DLTensor takes 48
 ALWAYS: Final = (1 << 64) - 1
+_POSITION_BITS: Final = 61
+"""Positions beyond are for the long way, so that an answer can hold twice one, and its sign."""
 
 ENTRY: Final = np.dtype(
     [
@@ -63,7 +69,9 @@ CACHE: Final = np.dtype(
         ("read", "<u8"),  # DLPack's dltensor_from_py_object_no_sync
         ("stream", "<u8"),  # DLPack's current_work_stream, 0 where streams do not matter
         ("clear", "<u8"),  # PyErr_Clear
-        ("query", "<u8"),  # cuStreamQuery
+        ("driver", "<u8"),  # query.DRIVER
+        ("number", "<u8"),  # PyLong_FromLongLong
+        ("kinds", "<u8", 2),  # the types that tensors may have: torch.Tensor, torch.nn.Parameter
         ("device", "<u8"),  # DLPack's device, type | ordinal << 32
         ("epoch", "<u8"),
         ("table", "<u8"),
@@ -80,23 +88,28 @@ CACHE: Final = np.dtype(
 _DEVICE, _NDIM_DTYPE, _SHAPE, _STRIDES, _BYTE_OFFSET = 8, 16, 24, 32, 40
 _API: Final = b"dlpack_exchange_api"
 _READ_AT, _STREAM_AT = 40, 48  # in DLPackExchangeAPI
+_KIND_AT, _BYTES_AT = object.__basicsize__ - 8, bytes.__basicsize__ - 1  # in a PyObject, a PyBytesObject
+BOUND: Final = np.dtype([("cache", "<u8"), ("token", "<u8"), ("keyed", "<u8")])
+"""What a call's function is bound to. keyed: how many of the tensors belong to the key, where it is known
+that none is lazily negated; 0 for all, and unknown."""
 
 
 @cache
-def make_call(m: HostPrimitives, operands: int) -> Body:
-    """`call(cache, word, *objects) -> (position or entry, answer)`, up to `operands` objects.
+def make_call(m: HostPrimitives) -> Body:
+    """`call(bound, objects, count) -> number`, as a PyCFunction with METH_FASTCALL.
 
-    word: token << 16 | checked << 8 | objects in the key << 4 | objects in all. Objects are PyObject*, those
-    of the key first.
+    bound: `bytes` of a BOUND; objects: array of PyObject*, those of the key first; number: a Python int, the
+    position or one of the answers above.
     """
     u64 = m.u64
     load_u64, store_u64 = m.load_u64, m.store_u64
-    call_read, call_stream, call_nothing, call_query = (
+    call_read, call_stream, call_nothing, call_number = (
         m.call_read,
         m.call_stream,
         m.call_nothing,
-        m.call_query,
+        m.call_number,
     )
+    query = make_query(m)
     try_claim, publish, retire = make_try_claim(m), make_publish(m), make_retire(m)
     fill, lock = make_fill(m), make_lock(m)
 
@@ -112,7 +125,8 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
         u64(field(ORDER, "access")),
     )
     ACCESS_COUNT, ACCESS_RANGES = u64(field(ACCESS, "count")), u64(field(ACCESS, "ranges"))
-    HOST, READ, STREAM, CLEAR, QUERY = of("host"), of("read"), of("stream"), of("clear"), of("query")
+    HOST, READ, STREAM, CLEAR, DRIVER_AT = of("host"), of("read"), of("stream"), of("clear"), of("driver")
+    NUMBER, KINDS = of("number"), of("kinds")
     DEVICE, EPOCH, TABLE_AT, ENTRIES_AT = of("device"), of("epoch"), of("table"), of("entries")
     CURRENT, TENSORS, KEY, SENT_AT = of("current"), of("tensors"), of("key"), of("sent")
     E_HASH, E_TOKEN, E_WORDS, E_OPERANDS = at("hash"), at("token"), at("words"), at("operands")
@@ -133,11 +147,15 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
     DEVICE_AT, NDIM_AT, SHAPE_AT, STRIDES_AT, BYTES_AT = (
         u64(each) for each in (_DEVICE, _NDIM_DTYPE, _SHAPE, _STRIDES, _BYTE_OFFSET)
     )
-    ZERO, ONE, FOUR, EIGHT, SIXTEEN, HALF = u64(0), u64(1), u64(4), u64(8), u64(16), u64(32)
-    FIFTEEN, LOW_HALF, TOP_BIT = u64(15), u64(0xFFFFFFFF), u64(1 << 63)
+    ZERO, ONE, EIGHT, SIXTEEN, HALF = u64(0), u64(1), u64(8), u64(16), u64(32)
+    LOW_HALF, TOP_BIT, MOST, POSITION_BITS = u64(0xFFFFFFFF), u64(1 << 63), u64(OPERANDS), u64(_POSITION_BITS)
+    KIND_AT, BOUND_AT = u64(_KIND_AT), u64(_BYTES_AT)
+    TOKEN, KEYED = u64(_BYTES_AT + field(BOUND, "token")), u64(_BYTES_AT + field(BOUND, "keyed"))
     # Multiply and rotate, from FxHash (rustc); the key is compared in full.
     FACTOR, LEFT, RIGHT = u64(0x517CC1B727220A95), u64(5), u64(59)
-    ANSWER_DECLINED, ANSWER_SENT, ANSWER_WANTS = u64(DECLINED), u64(SENT), u64(WANTS)
+    ANSWER_DECLINED, ANSWER_WANTS, ANSWER_UNSERVED = (
+        u64(answer & ALWAYS) for answer in (DECLINED, WANTS, UNSERVED)
+    )
 
     def mixed(hash: Any, word: Any) -> Any:
         return (((hash << LEFT) | (hash >> RIGHT)) ^ word) * FACTOR
@@ -146,6 +164,9 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
 
     def read(cache: Any, object: Any, tensor: Any) -> Any:
         """1 where an object is a tensor on our device; its DLTensor is then in scratch."""
+        kind = load_u64(object + KIND_AT)
+        if kind != load_u64(cache + KINDS) and kind != load_u64(cache + KINDS + EIGHT):
+            return ZERO
         if call_read(load_u64(cache + READ), object, tensor) != ZERO:
             call_nothing(load_u64(cache + CLEAR))
             return ZERO
@@ -281,26 +302,26 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
 
     send_ordered = m.device(send_ordered)
 
-    def send(cache: Any, word: Any, keyed: Any, count: Any) -> Any:
+    def send(cache: Any, token: Any, keyed: Any, looked: Any, count: Any) -> Any:
         """The tensors are in scratch."""
-        token, tensors = word >> SIXTEEN, cache + TENSORS
+        tensors = cache + TENSORS
         words = ZERO
         hash = token * FACTOR
         index = ZERO
         while index < keyed:
             words, hash = add_key(cache, tensors + index * TENSOR_SIZE, words, hash)
             if words == ZERO:
-                return ZERO, ANSWER_DECLINED
+                return ANSWER_DECLINED
             index += ONE
         entry = find(cache, token, words, hash)
         if entry == ZERO:
-            return ZERO, ANSWER_DECLINED
+            return ANSWER_DECLINED
         epoch = load_u64(entry + E_EPOCH)
         if epoch != ALWAYS_VALID and epoch != load_u64(cache + EPOCH):
-            return ZERO, ANSWER_DECLINED
-        unchecked = load_u64(entry + E_CHECKED) != ZERO and (word >> EIGHT) & ONE == ZERO
-        if load_u64(entry + E_OPERANDS) != count or unchecked:
-            return (entry - load_u64(cache + ENTRIES_AT)) // ENTRY_SIZE, ANSWER_WANTS
+            return ANSWER_DECLINED
+        if load_u64(entry + E_OPERANDS) != count or (load_u64(entry + E_CHECKED) != ZERO and looked == ZERO):
+            number = (entry - load_u64(cache + ENTRIES_AT)) // ENTRY_SIZE
+            return ANSWER_WANTS - number - number
         index = ZERO
         while index < count:
             address = load_u64(tensors + index * TENSOR_SIZE) + load_u64(
@@ -308,80 +329,99 @@ def make_call(m: HostPrimitives, operands: int) -> Body:
             )
             store_u64(tensors + index * TENSOR_SIZE, address)
             if address & load_u64(entry + E_ALIGN + index * EIGHT) != ZERO:
-                return ZERO, ANSWER_DECLINED
+                return ANSWER_DECLINED
             index += ONE
         if free_of_overlap(entry, tensors, count) == ZERO:
-            return ZERO, ANSWER_DECLINED
+            return ANSWER_DECLINED
         if load_u64(cache + STREAM) != ZERO:
             # Inputs that a stream still works on are the long way's to order.
             if call_stream(load_u64(cache + STREAM), load_u64(cache + DEVICE), cache + CURRENT) != ZERO:
                 call_nothing(load_u64(cache + CLEAR))
-                return ZERO, ANSWER_DECLINED
-            if call_query(load_u64(cache + QUERY), load_u64(cache + CURRENT)) != ZERO:
-                return ZERO, ANSWER_DECLINED
+                return ANSWER_DECLINED
+            if query(load_u64(cache + DRIVER_AT), load_u64(cache + CURRENT)) != ZERO:
+                return ANSWER_DECLINED
         host = load_u64(cache + HOST)
         order = load_u64(cache + ORDER_AT)
+        claimed = load_acquire_sys(load_u64(host + WORDS) + CLAIMED)
+        if claimed >> POSITION_BITS != ZERO:
+            return ANSWER_DECLINED
         if order != ZERO:
-            used = load_acquire_sys(load_u64(host + WORDS) + CLAIMED)
-            used -= load_acquire_sys(load_u64(host + WORDS) + RETIRED)
+            used = claimed - load_acquire_sys(load_u64(host + WORDS) + RETIRED)
             if used + used > load_u64(host + MASK):
                 retire(host)  # what has retired need not be tracked
             position, done, unserved = send_ordered(host, order, entry, tensors, count)
             if done == ZERO:
-                return ZERO, ANSWER_DECLINED
-            store_u64(cache + SENT_AT, load_u64(cache + SENT_AT) + ONE)
-            return position, unserved + ANSWER_SENT
-        position, granted = try_claim(host, ONE)
-        if granted == ZERO:
-            retire(host)
+                return ANSWER_DECLINED
+        else:
             position, granted = try_claim(host, ONE)
             if granted == ZERO:
-                return ZERO, ANSWER_DECLINED
-        write(entry, tensors, count, load_u64(host + RING) + (position & load_u64(host + MASK)) * TASK_SIZE)
+                retire(host)
+                position, granted = try_claim(host, ONE)
+                if granted == ZERO:
+                    return ANSWER_DECLINED
+            write(
+                entry, tensors, count, load_u64(host + RING) + (position & load_u64(host + MASK)) * TASK_SIZE
+            )
+            unserved = publish(host, position, ONE)
         store_u64(cache + SENT_AT, load_u64(cache + SENT_AT) + ONE)
-        return position, publish(host, position, ONE) + ANSWER_SENT
+        if unserved != ZERO:
+            return ANSWER_UNSERVED - position - position
+        return position
 
     send = m.device(send)
 
-    def call(cache: Any, word: Any, a: Any, b: Any, c: Any) -> Any:
-        count, keyed = word & FIFTEEN, (word >> FOUR) & FIFTEEN
+    def take(cache: Any, token: Any, keyed: Any, objects: Any, count: Any) -> Any:
+        if count > MOST:
+            return ANSWER_DECLINED
         tensors = cache + TENSORS
-        if count > ZERO and read(cache, a, tensors) == ZERO:
-            return ZERO, ANSWER_DECLINED
-        if count > ONE and read(cache, b, tensors + TENSOR_SIZE) == ZERO:
-            return ZERO, ANSWER_DECLINED
-        if count > ONE + ONE and read(cache, c, tensors + TENSOR_SIZE + TENSOR_SIZE) == ZERO:
-            return ZERO, ANSWER_DECLINED
-        return send(cache, word, keyed, count)
+        index = ZERO
+        while index < count:
+            if read(cache, load_u64(objects + index * EIGHT), tensors + index * TENSOR_SIZE) == ZERO:
+                return ANSWER_DECLINED
+            index += ONE
+        if keyed == ZERO:
+            return send(cache, token, count, ZERO, count)
+        return send(cache, token, keyed, ONE, count)
 
-    if operands == 3:
-        return m.device(call)
+    take = m.device(take)
 
-    def call_many(cache: Any, word: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Any:
-        count, keyed = word & FIFTEEN, (word >> FOUR) & FIFTEEN
-        tensor = cache + TENSORS
-        number = ZERO
-        for object in (a, b, c, d, e, f, g):
-            if number < count and read(cache, object, tensor) == ZERO:
-                return ZERO, ANSWER_DECLINED
-            number += ONE
-            tensor += TENSOR_SIZE
-        return send(cache, word, keyed, count)
+    def call(bound: Any, objects: Any, count: Any) -> Any:
+        cache = load_u64(bound + BOUND_AT)
+        answer = take(cache, load_u64(bound + TOKEN), load_u64(bound + KEYED), objects, count)
+        return call_number(load_u64(cache + NUMBER), answer)
 
-    return m.device(call_many)
+    return m.device(call)
+
+
+class _Method(ctypes.Structure):
+    """PyMethodDef."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("text", ctypes.c_char_p),
+    ]
+
+
+_FASTCALL: Final = 0x80  # METH_FASTCALL
 
 
 @cache
 def compiled() -> SimpleNamespace:
-    """The two sizes of call, compiled to machine code that holds the GIL: DLPack asks for it."""
-    from numba import njit, types
+    """`call` as machine code that holds the GIL, for which DLPack asks; its PyMethodDef; and what makes a
+    Python function of that and the bytes of a BOUND. The first two must outlive the functions."""
+    from numba import cfunc, types
 
     from ..machines import cpu_memory as m
 
     u64 = types.uint64
-    pair = types.UniTuple(u64, 2)
-    few, many = (make_call(m, operands).py_func for operands in (3, OPERANDS))  # type: ignore[attr-defined]
-    return SimpleNamespace(few=njit(pair(*[u64] * 5))(few), many=njit(pair(*[u64] * (2 + OPERANDS)))(many))
+    code = cfunc(u64(u64, u64, u64), error_model="numpy")(make_call(m).py_func)  # type: ignore[attr-defined]
+    method = _Method(b"call", code.address, _FASTCALL, None)
+    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+        ("PyCFunction_NewEx", ctypes.pythonapi)
+    )
+    return SimpleNamespace(code=code, method=method, new=new)
 
 
 def exchange_api(kind: type) -> tuple[int, int] | None:
@@ -401,37 +441,56 @@ def exchange_api(kind: type) -> tuple[int, int] | None:
     return (read, stream) if major == 1 and read and stream else None
 
 
+class Wanted(NamedTuple):
+    """What a known call wants before it can be sent."""
+
+    way: Callable[..., int]  # that answered so
+    looks: bool  # whether to look at negative bits
+    allocates: list[Any]  # (shape, dtype) of what is to be allocated
+    send: Callable[..., int]  # what then takes all tensors
+
+
 class Calls:
     """Templates of one Runtime's calls.
 
     Args:
         host: address of the HOST_CONTEXT.
         api: what `exchange_api` gave.
+        kinds: the two types of tensors.
         device: DLPack's (type, ordinal) of the tensors that are ours.
-        query: address of cuStreamQuery, 0 where streams do not matter.
+        driver: address of a `query.DRIVER`, 0 where streams do not matter.
         order: address of the ORDER, 0 where tasks are not ordered by what they touch.
     """
 
     def __init__(
-        self, host: int, api: tuple[int, int], device: tuple[int, int], query: int, order: int = 0
+        self,
+        host: int,
+        api: tuple[int, int],
+        kinds: tuple[type, type],
+        device: tuple[int, int],
+        driver: int,
+        order: int = 0,
     ) -> None:
-        code = compiled()
-        self.few, self.many = code.few, code.many
+        self._code = compiled()
+        self._kinds = kinds  # they live as long as their addresses are compared with
         self._record = np.zeros(1, CACHE)
         self._table = np.zeros(TABLE, np.uint64)
         self._entries = np.zeros(ENTRIES, ENTRY)
         record = self._record[0]
-        record["host"], record["read"], record["query"] = host, api[0], query
-        record["order"] = order
-        record["stream"] = api[1] if query else 0
-        record["clear"] = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value or 0
+        record["host"], record["read"], record["driver"] = host, api[0], driver
+        record["order"], record["kinds"] = order, [id(kind) for kind in kinds]
+        record["stream"] = api[1] if driver else 0
+        for name, function in ("clear", "PyErr_Clear"), ("number", "PyLong_FromLongLong"):
+            record[name] = ctypes.cast(getattr(ctypes.pythonapi, function), ctypes.c_void_p).value or 0
         record["device"] = device[0] | device[1] << 32
         record["table"], record["entries"] = self._table.ctypes.data, self._entries.ctypes.data
-        self.address = int(self._record.ctypes.data)
-        self.tokens: dict[Any, int] = {}
-        """Numbers for what a key does not see of a call: the operator and its parameters."""
-        self.wants: list[Any] = []
-        """By entry: whether to look at negative bits, and the (shape, dtype) of what is to be allocated."""
+        self._address = int(self._record.ctypes.data)
+        self.ways: dict[Any, Callable[..., int]] = {}
+        """The functions that send calls, by what an entry's key does not see: the operator and its
+        parameters."""
+        self._tokens: dict[Any, int] = {}  # their numbers
+        self.wants: list[Wanted] = []
+        """By entry."""
         self._next_token = 1
         self._seen: set[Any] = set()
 
@@ -444,19 +503,29 @@ class Calls:
         self._seen.add(signature)
         return False
 
-    def token(self, key: Any) -> int:
-        """The number of a key. Forgets everything when there are many."""
-        if len(self.tokens) >= ENTRIES:
-            self.clear()
-        number = self.tokens[key] = self._next_token
-        self._next_token += 1
+    def token(self, call: Any) -> int:
+        """The number of an operator and its parameters. Forgets everything when there are many."""
+        number = self._tokens.get(call)
+        if number is None:
+            if len(self._tokens) >= ENTRIES:
+                self.clear()
+            number = self._tokens[call] = self._next_token
+            self._next_token += 1
+            self.ways[call] = self._way(number)
         return number
+
+    def _way(self, token: int, keyed: int = 0) -> Callable[..., int]:
+        """A Python function that sends a call of this token, given its tensors."""
+        bound = struct.pack("<QQQ", self._address, token, keyed)
+        way: Callable[..., int] = self._code.new(ctypes.addressof(self._code.method), bound, None)
+        return way
 
     def clear(self) -> None:
         """Forget everything."""
         self._table[:] = 0
         self.wants.clear()
-        self.tokens.clear()
+        self.ways.clear()
+        self._tokens.clear()
 
     def move_on(self) -> None:
         """Layouts learned before may be overwritten from now on."""
@@ -474,7 +543,7 @@ class Calls:
 
     def learn(
         self,
-        token: int,
+        call: Any,
         keyed: int,
         views: list[ArrayView],
         first_input: int,
@@ -487,7 +556,7 @@ class Calls:
         """Keep a checked call.
 
         Args:
-            token: its number.
+            call: the operator and its parameters, as in `ways`.
             keyed: how many of the operands belong to the key; the rest is allocated anew by each call.
             views: the operands: inputs, outputs, workspace.
             first_input: place of the first of them among the task's inputs.
@@ -497,7 +566,7 @@ class Calls:
             epoch: of the layouts in it, or ALWAYS.
             allocates: what is allocated, for `wants`.
         """
-        number = len(self.wants)
+        token, number = self.token(call), len(self.wants)
         if number == ENTRIES:
             self.clear()
             return
@@ -542,7 +611,7 @@ class Calls:
             if stale["hash"] == digest and stale["token"] == token:
                 break  # what it was before its layouts were overwritten
             slot += 1
-        self.wants.append((looks, allocates))
+        self.wants.append(Wanted(self.ways[call], looks, allocates, self._way(token, keyed)))
         self._table[slot % TABLE] = number + 1
 
 

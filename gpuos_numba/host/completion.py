@@ -54,16 +54,21 @@ class Ticket:
         operator: name of the operator, for messages.
     """
 
-    __slots__ = ("_count", "_linked", "_out", "_ranges", "_runtime", "_status", "operator")
+    __slots__ = ("_count", "_linked", "_out", "_runtime", "_status", "_where", "operator")
 
-    def __init__(self, runtime: Waiter, operator: str, ranges: list[tuple[int, int]], out: Any) -> None:
+    def __init__(self, runtime: Waiter, operator: str, ranges: list[tuple[int, int]] | int, out: Any) -> None:
         self._runtime = runtime
-        self._ranges = ranges
+        self._where = ranges  # or the position of the one task
         self._out = out
         self._status: Status | int | None = None
         self._linked = False  # the last task completes last
         self._count: int | None = None  # tasks without joins, where that is known
         self.operator = operator
+
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        where = self._where
+        return [(where, 1)] if isinstance(where, int) else where
 
     @property
     def position(self) -> int:

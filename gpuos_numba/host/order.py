@@ -29,6 +29,7 @@ from ..descriptor import ITEMSIZE, JOIN_OP, MASK_64, MAX_JOINED, TASK_BYTES, Fla
 from ..machines.base import Body, HostPrimitives
 from ..protocol import HOST_CONTEXT, HOST_WORDS, field
 from .arrays import ArrayView, byte_range
+from .query import make_query
 from .ring import (
     CHUNK,
     DECLINED,
@@ -1378,12 +1379,12 @@ def make_submit_ordered(m: HostPrimitives) -> Body:
 
 @cache
 def make_submit_plain_ordered(m: HostPrimitives) -> Body:
-    """`submit_plain(host, order, op_id, x, y, out, count, query, stream) -> (position, answer)`.
+    """`submit_plain(host, order, op_id, x, y, out, count, driver, stream) -> (position, answer)`.
 
     As `ring.make_submit_plain`, in the order of what x, y and out overlap.
     """
     u64 = m.u64
-    load, store, call_query, load_acquire_sys = m.load_u64, m.store_u64, m.call_query, m.load_acquire_sys
+    load, store, query, load_acquire_sys = m.load_u64, m.store_u64, make_query(m), m.load_acquire_sys
     fill, lock = make_fill(m), make_lock(m)
     publish, retire, relaunch = make_publish(m), make_retire(m), make_relaunch(m)
     WORDS, MASK = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "mask"))
@@ -1398,9 +1399,9 @@ def make_submit_plain_ordered(m: HostPrimitives) -> Body:
     DTYPES_AT, ALL_F32 = u64(offset("dtypes") - 4), u64(PLAIN_DTYPES << 32)
 
     def submit_plain(
-        host: Any, order: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, query: Any, stream: Any
+        host: Any, order: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, driver: Any, stream: Any
     ) -> Any:
-        if query != ZERO and call_query(query, stream) != ZERO:
+        if driver != ZERO and query(driver, stream) != ZERO:
             return ZERO, ANSWER_DECLINED
         words = load(host + WORDS)
         used = load_acquire_sys(words + CLAIMED) - load_acquire_sys(words + RETIRED)

@@ -27,6 +27,7 @@ from ..protocol import (
     HOST_WORDS,
     field,
 )
+from .query import make_query
 
 CHUNK = 256
 """Tasks published at a time by a batch, so that the pump can begin before the batch is filled."""
@@ -755,15 +756,15 @@ PLAIN_DTYPES = int(DType.F32) * 0x010011 | IMMEDIATE * 0x101100
 
 @cache
 def make_submit_plain(m: HostPrimitives) -> Body:
-    """`submit_plain(host, op_id, x, y, out, count, query, stream) -> (position, answer)`.
+    """`submit_plain(host, op_id, x, y, out, count, driver, stream) -> (position, answer)`.
 
     The short way for one contiguous element-wise task without scalars or dependencies: the descriptor is
-    written straight into its slot. `query` is the address of cuStreamQuery or 0; inputs that a stream still
-    works on are not submitted. answer: SENT, SENT_UNSERVED (Python must launch), or DECLINED (full, or the
-    stream is busy), where nothing was enqueued.
+    written straight into its slot. `driver` is the address of a `query.DRIVER` or 0; inputs that a stream
+    may still work on are not submitted. answer: SENT, SENT_UNSERVED (Python must launch), or DECLINED (full,
+    or the stream is busy), where nothing was enqueued.
     """
     u64 = m.u64
-    load_u64, store_u64, call_query = m.load_u64, m.store_u64, m.call_query
+    load_u64, store_u64, query = m.load_u64, m.store_u64, make_query(m)
     try_claim, publish, retire = make_try_claim(m), make_publish(m), make_retire(m)
     relaunch = make_relaunch(m)
     RING, MASK = u64(field(HOST_CONTEXT, "ring")), u64(field(HOST_CONTEXT, "mask"))
@@ -776,9 +777,9 @@ def make_submit_plain(m: HostPrimitives) -> Body:
     DTYPES_AT, ALL_F32 = u64(offset("dtypes") - 4), u64(PLAIN_DTYPES << 32)
 
     def submit_plain(
-        host: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, query: Any, stream: Any
+        host: Any, op_id: Any, x: Any, y: Any, out: Any, count: Any, driver: Any, stream: Any
     ) -> Any:
-        if query != ZERO and call_query(query, stream) != ZERO:
+        if driver != ZERO and query(driver, stream) != ZERO:
             return ZERO, ANSWER_DECLINED
         position, granted = try_claim(host, ONE)
         if granted == ZERO:

@@ -137,11 +137,14 @@ class HostPrimitives(Primitives, Protocol):
 
     compare_and_swap: Primitive  # (address, expected, desired) -> 1 where it happened; acquire and release
     call_query: Primitive  # (address of a C function, its pointer argument) -> its int result, as u64
+    call_current: Primitive  # (address of cuCtxGetCurrent) -> the context, 0 where there is none
+    call_capturing: Primitive  # (address of cuStreamIsCapturing, stream) -> its result << 32 | its answer
     call_launch: Primitive  # (address of cuLaunchKernel, kernel, blocks, threads, stream, arguments) -> error
     sleep_us: Primitive  # (u64)
     # With the GIL held, by address:
     call_read: Primitive  # (DLPack's dltensor_from_py_object_no_sync, PyObject *, DLTensor *) -> 0 if it did
     call_stream: Primitive  # (DLPack's current_work_stream, device, address for the stream) -> 0 if it did
+    call_number: Primitive  # (address of PyLong_FromLongLong, number as u64) -> PyObject *, owned
     call_nothing: Primitive  # (a function without arguments or result)
 
 

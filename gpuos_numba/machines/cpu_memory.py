@@ -337,6 +337,45 @@ def call_query(typingctx, function, stream):
 
 
 @intrinsic
+def call_current(typingctx, function):
+    """Call `int function(void **value)`, such as cuCtxGetCurrent: the value, 0 where it fails."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [ir.PointerType(_I64)])
+        value = cgutils.alloca_once_value(builder, _I64(0))
+        error = builder.call(_pointer(builder, args[0], kind), [value])
+        failed = builder.icmp_unsigned("!=", error, _I32(0))
+        return builder.select(failed, _I64(0), builder.load(value))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def call_capturing(typingctx, function, stream):
+    """Call `int function(void *stream, int *answer)`, such as cuStreamIsCapturing: result << 32 | answer."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64, ir.PointerType(_I32)])
+        answer = cgutils.alloca_once_value(builder, _I32(0))
+        error = builder.call(_pointer(builder, args[0], kind), [args[1], answer])
+        high = builder.shl(builder.zext(error, _I64), _I64(32))
+        return builder.or_(high, builder.zext(builder.load(answer), _I64))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def call_number(typingctx, function, number):
+    """Call `void *function(int64)`, such as PyLong_FromLongLong, by address, holding the GIL."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I64, [_I64])
+        return builder.call(_pointer(builder, args[0], kind), [args[1]])
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic
 def call_read(typingctx, function, object, tensor):
     """Call `int function(PyObject *, void *)` by address, holding the GIL."""
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..config import Config
 from ..errors import MachineError
+from ..host import query
 from ..host.arrays import ArrayView, view_cuda
 from ..host.streams import BUSY, CAPTURING, IDLE
 from ..protocol import CONTEXT, field
@@ -27,11 +28,14 @@ from .base import Code
 
 MAPPED_PORTABLE = 0x01 | 0x02  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-NOT_READY = 600  # CUDA_ERROR_NOT_READY
-CAPTURE_IMPLICIT = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream, while another is captured
-INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 WAIT_CYCLIC_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int64)(word - value) >= 0
 QUIET_WORKERS = 16
+STATES = {
+    query.READY: IDLE,
+    query.NOT_READY: BUSY,
+    query.CAPTURING: CAPTURING,
+    query.CAPTURE_IMPLICIT: CAPTURING,
+}
 
 
 def _driver() -> Any:
@@ -207,13 +211,10 @@ class CudaMachine:
         record["stream"], record["arguments"] = int(self._stream), ctypes.addressof(self._arguments)
         record["threads"] = self.threads
         record["call"] = int(ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0)
-        self.stream_query = int(ctypes.cast(library.cuStreamQuery, ctypes.c_void_p).value or 0)
-        """Address of cuStreamQuery, for compiled code."""
-        self._get_context, self._query = library.cuCtxGetCurrent, library.cuStreamQuery
-        self._get_capturing, self._context_number = library.cuStreamIsCapturing, int(self._context_handle)
-        pointer = ctypes.c_void_p
-        self._get_context.argtypes, self._query.argtypes = [pointer], [pointer]
-        self._get_capturing.argtypes = [pointer, pointer]
+        self._driver_record = query.driver_record(library, int(self._context_handle))
+        self.stream_driver = int(self._driver_record.ctypes.data)
+        """Address of the `query.DRIVER`, for compiled code."""
+        self._query = query.compiled().query
 
     def prepare(self, op_id: int) -> None:
         """Every kernel is linked in."""
@@ -262,7 +263,7 @@ class CudaMachine:
         grid, block = (workers + 1, 1, 1), (self.threads, 1, 1)
         arguments = (self._active.function, *grid, *block, 0, self._stream_handle, self._arguments, None)
         error = self._launch_kernel(*arguments)
-        if error == INVALID_CONTEXT:  # this thread has not used CUDA yet
+        if error == query.INVALID_CONTEXT:  # this thread has not used CUDA yet
             with self._current():
                 error = self._launch_kernel(*arguments)
         if error != 0:
@@ -278,7 +279,7 @@ class CudaMachine:
                 error = int(self._driver.cuStreamQuery(self._stream)[0])
                 if error == 0:
                     return True
-                if error != NOT_READY:
+                if error != query.NOT_READY:
                     _check((error,))
                 if time.monotonic() > until:
                     return False
@@ -365,31 +366,14 @@ class CudaMachine:
             return int(torch._C._cuda_getCurrentRawStream(self.device))
         return 0
 
-    def _quick_state(self, stream: int) -> str | None:
-        """As `stream_state`, without the driver bindings; None where anything is out of the ordinary."""
-        context, capturing = ctypes.c_void_p(), ctypes.c_int()
-        if self._get_context(ctypes.byref(context)) != 0 or context.value != self._context_number:
-            return None
-        if self._get_capturing(stream, ctypes.byref(capturing)) != 0 or capturing.value != 0:
-            return None
-        error = self._query(stream)
-        return IDLE if error == 0 else BUSY if error == NOT_READY else None
-
     def stream_state(self, stream: int) -> str:
-        quick = self._quick_state(stream)
-        if quick is not None:
-            return quick
-        # Asked first: a query ends a capture in an error.
-        with self._current():
-            error, capturing = self._driver.cuStreamIsCapturing(stream)
-            if int(error) == CAPTURE_IMPLICIT or (int(error) == 0 and int(capturing) != 0):
-                return CAPTURING
-            if int(error) != 0:
-                _check((error,))
-            error = int(self._driver.cuStreamQuery(stream)[0])
-        if error not in (0, NOT_READY):
-            _check((error,))
-        return BUSY if error else IDLE
+        error = self._query(self.stream_driver, stream)
+        if error == query.INVALID_CONTEXT:  # this thread has not used CUDA yet, or uses another GPU now
+            with self._current():
+                error = self._query(self.stream_driver, stream)
+        if error not in STATES:
+            raise MachineError(f"the CUDA driver answered {error} when asked about stream {stream:#x}")
+        return STATES[error]
 
     def stream_write(self, stream: int, word: int, value: int) -> None:
         with self._current():
