@@ -39,7 +39,7 @@ from ..errors import MachineError
 from ..inject.keys import content_key, cuda_target
 from ..inject.store import Store
 from ..protocol import SCRATCH_BYTES
-from . import cuda_memory
+from . import cuda_memory, cuda_switch
 from .base import Code
 
 # mypy: disable-error-code="no-untyped-call"
@@ -376,7 +376,7 @@ def link(
     usual = objects.codes if worker is None else {**objects.codes, WORKER: worker.data}
     bodies = {code.symbol: code.data for code in injected.values()}
     cases = [(op_id, code.symbol) for op_id, code in injected.items()]
-    parts = [*usual.values(), *bodies.values(), switch.render_injected(cases).encode()]
+    parts = [*usual.values(), *bodies.values(), cuda_switch.get(capability, threads, cases)]
     codes = [
         ObjectCode.from_cubin(part) if part.startswith(ELF) else ObjectCode.from_ptx(part) for part in parts
     ]
