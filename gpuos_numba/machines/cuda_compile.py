@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -102,7 +103,15 @@ def _compile(body: Callable[..., Any], signature: Any, symbol: str, capability: 
             cc=capability,
             output="ptx",
         )
-    return str(code)
+    return without_environments(str(code))
+
+
+def without_environments(ptx: str) -> str:
+    """PTX without the word that Numba declares for each function and nothing here reads.
+
+    An executor had 1,200 of them, with names of 250 characters: each link and each load takes them in.
+    """
+    return re.sub(r"^\.common \.global [^\n]*_ZN08NumbaEnv\w*;\n", "", ptx, flags=re.MULTILINE)
 
 
 def _returning_status(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,7 +215,7 @@ def compile_entry(capability: tuple[int, int], threads: int) -> str:
         # multiprocessor little of its register file is left for others. A quiet launch takes 16 of them.
         launch_bounds=(threads, 1),
     )
-    return str(code)
+    return without_environments(str(code))
 
 
 def part_symbols() -> tuple[str, ...]:
