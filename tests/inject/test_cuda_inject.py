@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from gpuos_numba.device import switch
-from gpuos_numba.inject import request
+from gpuos_numba.inject import compile_server, request
 from gpuos_numba.inject.compile import Compiler
 from gpuos_numba.inject.render import load, render
 from gpuos_numba.inject.store import Store, file_name
@@ -46,6 +46,24 @@ def test_the_switch_of_injected_ids_is_assembled(count: int) -> None:
     cubin, _ = cuda_compile.assemble(ptx, (9, 0), 256, ptxas)
     assert cubin.startswith(cuda_compile.ELF)
     assert ptx.count("call.uni") == count
+
+
+def test_what_is_compiled_without_a_fork_is_the_same_and_leaves_nothing_behind() -> None:
+    if cuda_compile.find_ptxas() is None:
+        pytest.skip("no ptxas here: that the compiling process stays as it was stays unproved")
+
+    def ask(text: str, variants: list[str]) -> bytes:
+        rendered = render(request.elementwise("f", text))
+        bodies = [[each, f"gpuos_injected_{each}"] for each in variants]
+        asked = {"name": "f", "source": rendered.source, "file": "<f>", "arity": 1, "target": "sm_90"}
+        (head, data), *_ = compile_server._answer({**asked, "threads": 256, "bodies": bodies})
+        assert "error" not in head, head
+        return data
+
+    alone = ask("x / (1 + exp(-x))", ["plain"])
+    assert ask("sin(x) * 3", ["plain"]) != alone
+    assert ask("x / (1 + exp(-x))", ["plain"]) == alone
+    assert ask("x / (1 + exp(-x))", ["plain", "half"]) == alone  # in a fork
 
 
 # --- the switch, from the cache ---
