@@ -175,11 +175,9 @@ def from_cache(machine: str, system: str, repeats: int) -> Iterator[Row]:
             yield row("pause_swap/256/f32/rollback", system, "largest_gap", "us", backs)
 
             def generation() -> None:
-                rt._keeper.park()
-                rt._machine.wait_exited(1.0)
                 with rt._keeper.deciding():
                     rt._machine.swap()
-                rt._keeper.unpark()
+                    rt._keeper.hand_over()
 
             if rt._machine.loads_parked:
                 parked = [watcher.largest_us(generation) for _ in range(2 * (repeats // 2))]

@@ -163,6 +163,10 @@ def test_a_generation_with_an_injected_body_is_linked() -> None:
         cuda_compile.link(target, THREADS, {512: Code("another_name", cubin)})
 
 
+def test_no_part_declares_what_nothing_reads(ptx: dict[str, str]) -> None:
+    assert [symbol for symbol, text in ptx.items() if "NumbaEnv" in text] == []
+
+
 def test_nothing_lives_in_local_memory(ptx: dict[str, str]) -> None:
     assert [symbol for symbol, text in ptx.items() if re.search(r"\b(ld|st)\.local|\.local ", text)] == []
 

@@ -138,6 +138,14 @@ class Keeper:
         if self._unserved():
             self.ensure_served()
 
+    def hand_over(self) -> None:
+        """Have every launch leave that was queued before. One that is queued here follows on the device, so
+        that nobody waits for the host. Under `deciding`."""
+        before = self.launches
+        if self._allowed() and not self.parked and not self._is_watched():
+            self._launch()
+        self._control["park_request"] = before
+
     def stop(self) -> bool:
         """End the keeper thread and launch no more. Returns whether it has ended."""
         with self.deciding():

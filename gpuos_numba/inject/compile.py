@@ -74,6 +74,10 @@ class Compiler:
         unneeded = "half" if self.target.startswith("cpu") else ""
         return tuple(each for each in rendered.variants if each != unneeded)
 
+    def symbols(self, rendered: Rendered, variants: Sequence[str]) -> list[str]:
+        """What the variants' bodies are called, compiled or not."""
+        return [_symbol(body_key(rendered, each, self.target, self.threads)) for each in variants]
+
     def _get(self, rendered: Rendered, variant: str) -> tuple[str, bytes | None]:
         key = body_key(rendered, variant, self.target, self.threads)
         return key, self._store.get("object", key)

@@ -71,14 +71,16 @@ class Version:
         request: what it is; None for one that was written as a device body.
         operator: what runs it, the fastest that there is by now.
         stage: "interpreted", "partly" (compiled for the commonest operands), "compiled" or "inlined".
+        first_id: of its bodies; 0 until one is compiled.
         done: set once it is compiled, or cannot be.
         error: why it cannot be.
     """
 
-    __slots__ = ("__weakref__", "done", "error", "name", "operator", "request", "stage")
+    __slots__ = ("__weakref__", "done", "error", "first_id", "name", "operator", "request", "stage")
 
     def __init__(self, name: str, request: Request | None, operator: Operator | None, stage: str) -> None:
         self.name, self.request, self.operator, self.stage = name, request, operator, stage
+        self.first_id = 0
         self.done = threading.Event()
         self.error: Exception | None = None
 

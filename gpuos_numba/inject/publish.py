@@ -2,6 +2,7 @@
 
     compile    in another process, or from the cache (compile.py)
     link       a generation: every body that anybody may still run, and the new ones
+    open       hand it to the driver, while the executor runs
     load       while the executor is parked; what ran before stays loaded as the standby generation
     test       the new operator, before its name means it (selftest.py)
     take over  the next task of the name runs it (live.py)
@@ -43,6 +44,9 @@ QUIET_S: Final = 0.05
 NATURAL_S: Final = 0.1
 """So long a takeover in the background waits for the executor to park by itself."""
 PARK_S: Final = 10.0
+UNUSED: Final = 16
+"""So many replaced generations, of some megabytes, stay until one is loaded while nothing runs: to unload is
+a pause too."""
 
 
 class Publisher:
@@ -59,7 +63,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._next_id = INJECTED_IDS
-        self._bodies: dict[int, tuple[weakref.ref[Operator], Code]] = {}
+        self._bodies: dict[int, tuple[tuple[weakref.ref[Operator], ...], Code]] = {}
         self._known: weakref.WeakValueDictionary[str, Operator] = weakref.WeakValueDictionary()
         self._worker: Code | None = None  # with bodies inlined, where there is one
         self.loads = 0
@@ -156,14 +160,17 @@ class Publisher:
             missing = self._compiler.missing(rendered) if interpreted is not None else []
             variants = self._compiler.variants(rendered)
             stages = [variants]
-            if "plain" in variants and missing not in ([], ["plain"]):
+            if "plain" in variants and missing not in ([], ["plain"]) and version.stage != "partly":
                 stages.insert(0, ("plain",))
+            # The same ids whether or not there are two stages: what was linked before is linked again.
+            version.first_id = version.first_id or self._take_ids(len(variants))
             for stage in stages:
+                self._expect(version.first_id, self._compiler.symbols(rendered, stage))
                 compiled = self._compiler.compile(rendered, request.arity, stage)
                 compiled.timings_s["render"] = rendering_s
                 factories = {name: make for name, make in load(rendered).items() if name in stage}
                 whole = stage == variants
-                operator = make_operator(request, factories, self._take_ids(len(stage)))
+                operator = make_operator(request, factories, version.first_id)
                 if interpreted is not None:
                     fallback = None if whole else interpreted
                     operator = dataclasses.replace(operator, formula=interpreted.formula, fallback=fallback)
@@ -179,12 +186,15 @@ class Publisher:
         """The same of a body that a user wrote. Raises as `build` does."""
         with self._building:
             rendered = device.rendered()
+            version.first_id = self._take_ids(1)
+            variants = self._compiler.variants(rendered)
+            self._expect(version.first_id, self._compiler.symbols(rendered, variants))
             compiled = self._compiler.compile(rendered, device.inputs)
 
             def make(m: Any) -> Any:
                 return load(rendered)["body"](m)
 
-            operator = device.make_operator(self._take_ids(1), make)
+            operator = device.make_operator(version.first_id, make)
             self.go_live(version, operator, compiled, True, "compiled")
             version.done.set()
 
@@ -192,6 +202,17 @@ class Publisher:
         first = self._next_id
         self._next_id += count
         return first
+
+    def _alive(self) -> dict[int, Code]:
+        """Bodies that somebody can still run."""
+        return {
+            at: code for at, (refs, code) in self._bodies.items() if any(ref() is not None for ref in refs)
+        }
+
+    def _expect(self, first_id: int, symbols: Sequence[str]) -> None:
+        """Let the machine begin what linking will need, while new bodies are compiled."""
+        alive = {at: code.symbol for at, code in self._alive().items()}
+        self._machine.expect({**alive, **dict(enumerate(symbols, first_id))})
 
     def go_live(
         self, version: Version, operator: Operator, compiled: Compiled, now: bool, stage: str
@@ -226,31 +247,39 @@ class Publisher:
         with self._installing:
             begin = time.perf_counter()
             forget_plans()
-            self._bodies = {at: each for at, each in self._bodies.items() if each[0]() is not None}
-            held = [each[0]() for each in self._bodies.values()]  # stay until they are loaded
-            alive = {at: code for at, (_, code) in self._bodies.items()}
+            held = [[ref() for ref in refs] for refs, _ in self._bodies.values()]  # until they are loaded
+            alive = self._alive()
             generation = self._machine.link({**alive, **codes}, self._worker)
             timings_s["link"] = time.perf_counter() - begin
             self._load(generation, now, timings_s)
-            self._bodies |= {op_id: (weakref.ref(operator), code) for op_id, code in codes.items()}
+            self._bodies = {at: self._bodies[at] for at in alive}
+            for op_id, code in codes.items():
+                others, _ = self._bodies.get(op_id, ((), code))
+                self._bodies[op_id] = ((*others, weakref.ref(operator)), code)
             del held
 
     def _load(self, generation: Any, now: bool, timings_s: dict[str, float]) -> None:
         if self._closed:
             raise ClosedError("the Runtime was closed before the operator was loaded")
         begin = time.perf_counter()
+        opened = self._machine.open(generation)
+        timings_s["open"] = time.perf_counter() - begin
         if not self._machine.loads_parked:
-            self._machine.load(generation)
+            self._machine.load(opened)
         else:
             until = time.monotonic() + (0 if now else NATURAL_S)
             while not self._keeper.parked and time.monotonic() < until:
                 time.sleep(0.001)
             begin = time.perf_counter()
+            idle = self._keeper.parked
             self._keeper.park()
             try:
                 if not self._machine.wait_exited(PARK_S):
                     raise MachineError(f"the executor did not park within {PARK_S} s: a task runs too long")
-                self._machine.load(generation)
+                timings_s["park"] = time.perf_counter() - begin
+                self._machine.load(opened)
+                while self._machine.unused > (0 if idle else UNUSED):
+                    self._machine.discard()
             finally:
                 self._keeper.unpark()
         self.loads += 1
@@ -268,8 +297,7 @@ class Publisher:
                 [(op_id, render(request), request.arity) for op_id, request in chosen]
             )
             with self._installing:
-                alive = {at: code for at, (ref, code) in self._bodies.items() if ref() is not None}
-                self._load(self._machine.link(alive, worker), True, {})
+                self._load(self._machine.link(self._alive(), worker), True, {})
             if better():
                 self._worker = worker
                 return True
@@ -279,13 +307,17 @@ class Publisher:
     def _withdraw(self, codes: Mapping[int, Code]) -> None:
         """Back to the generation before, which is still loaded."""
         for op_id in codes:
-            self._bodies.pop(op_id, None)
+            refs, code = self._bodies.pop(op_id)
+            if len(refs) > 1:  # another operator has the body too
+                self._bodies[op_id] = (refs[:-1], code)
         self._swap_back()
 
     def _swap_back(self) -> None:
         with self._installing, self._keeper.deciding():
             if not self._closed:
                 self._machine.swap()
+                if self._machine.loads_parked:
+                    self._keeper.hand_over()
 
 
 def _keep_publishing(publisher: weakref.ref[Publisher]) -> None:

@@ -183,10 +183,13 @@ class Machine(Protocol):
     threads: int
     """A block's."""
     loads_parked: bool
-    """Whether `load` needs an executor that has left, and stays away until it returns."""
+    """Whether `load` and `discard` need an executor that has left, and stays away until they return."""
 
     inlines: bool
     """Whether a worker can be compiled that has injected bodies inlined."""
+
+    def expect(self, symbols: Mapping[int, str]) -> None:
+        """A generation with bodies of these symbols, by id, is to be linked soon: begin what can be begun."""
 
     def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> Any:
         """A generation with these injected bodies by id, to be loaded; worker: that instead of the usual one.
@@ -194,12 +197,22 @@ class Machine(Protocol):
         Raises MachineError.
         """
 
-    def load(self, generation: Any) -> None:
-        """Make a generation the active one, and the active one the standby; what stood by is unloaded.
+    def open(self, generation: Any) -> Any:
+        """What `load` takes: do of loading what waits for no executor. Raises MachineError."""
+
+    def load(self, opened: Any) -> None:
+        """Make a generation the active one, and the active one the standby; what stood by may be discarded.
 
         An id that the generation has not must have no task under way. Raises MachineError, and then nothing
         has changed.
         """
+
+    @property
+    def unused(self) -> int:
+        """Generations that were replaced, or opened and never loaded."""
+
+    def discard(self) -> None:
+        """Unload the oldest of them."""
 
     def swap(self) -> None:
         """Exchange active and standby generation, which are both loaded: launches from now on have it.

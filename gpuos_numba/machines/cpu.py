@@ -136,7 +136,7 @@ class CpuMachine:
     name = "cpu"
     idle_floor_s = 0.002
     loads_parked = inlines = False
-    threads = 1
+    threads, unused = 1, 0
 
     def __init__(self, config: Config) -> None:
         self._code = compiled()
@@ -197,9 +197,18 @@ class CpuMachine:
             bodies[op_id] = body
         return bodies
 
-    def load(self, generation: dict[int, _Loaded]) -> None:
-        self._standby, self._active = self._active, generation
+    def expect(self, symbols: Mapping[int, str]) -> None:
+        """Nothing is linked."""
+
+    def open(self, generation: dict[int, _Loaded]) -> dict[int, _Loaded]:
+        return generation
+
+    def load(self, opened: dict[int, _Loaded]) -> None:
+        self._standby, self._active = self._active, opened
         self._fill()
+
+    def discard(self) -> None:
+        """None is unused: they go when nobody holds them."""
 
     def swap(self) -> None:
         self._active, self._standby = self._standby, self._active

@@ -13,7 +13,8 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,8 @@ STATES = {
     query.CAPTURING: CAPTURING,
     query.CAPTURE_IMPLICIT: CAPTURING,
 }
+SPIN_S = 200e-6
+"""An executor without long tasks parks sooner, and the shortest sleep takes longer than it does."""
 
 
 def _driver() -> Any:
@@ -83,12 +86,18 @@ def _free_device(driver: Any, context: Any, pointer: int) -> None:
     driver.cuCtxPopCurrent()
 
 
-class _Loaded(NamedTuple):
-    """An executor that can be launched. The driver may read its cubin lazily."""
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """An executor on its way into the driver, which may read its cubin lazily.
+
+    Attributes:
+        library: once it was handed over.
+        function: once it can be launched.
+    """
 
     cubin: bytes
-    library: Any
-    function: ctypes.c_void_p
+    library: Any = None
+    function: ctypes.c_void_p | None = None
 
 
 class DeviceBytes:
@@ -148,8 +157,11 @@ class CudaMachine:
         with self._current():
             self._allocate(config)
             self._bind()
-            self._standby: _Loaded | None = None
-            self._activate(self._open(generation.cubin))
+            loading = driver.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
+            self._lazy = _check(driver.cuModuleGetLoadingMode()) == loading
+            self._standby: _Generation | None = None
+            self._unused: list[_Generation] = []  # neither active nor standby, the oldest first
+            self._activate(self._ready(_Generation(generation.cubin)))
         # Tickets and stats read the done words after close(): they go with the last who can ask.
         finalizer = weakref.finalize(
             self, _free_host, driver, self._context_handle, self._pinned, self._handle
@@ -221,36 +233,64 @@ class CudaMachine:
 
     # --- generations ---
 
-    def _open(self, cubin: bytes) -> _Loaded:
-        """Load an executor. Blocks until the one that runs has left."""
-        driver = self._driver
-        library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-        try:
-            (kernel,) = _check(driver.cuLibraryEnumerateKernels(1, library))  # there is one
-            function = _check(driver.cuKernelGetFunction(kernel))
-        except MachineError:
-            driver.cuLibraryUnload(library)
-            raise
-        return _Loaded(cubin, library, ctypes.c_void_p(int(function)))
+    def _hand_over(self, generation: _Generation) -> None:
+        library = self._driver.cuLibraryLoadData(generation.cubin, [], [], 0, [], [], 0)
+        generation.library = _check(library)
 
-    def _activate(self, loaded: _Loaded) -> None:
+    def _ready(self, generation: _Generation) -> _Generation:
+        """Load an executor. Blocks until the one that runs has left."""
+        if generation.library is None:
+            self._hand_over(generation)
+        (kernel,) = _check(self._driver.cuLibraryEnumerateKernels(1, generation.library))  # there is one
+        function = _check(self._driver.cuKernelGetFunction(kernel))
+        generation.function = ctypes.c_void_p(int(function))
+        return generation
+
+    def _activate(self, generation: _Generation) -> None:
         """Launches from now on are of this one, those of compiled code too."""
-        self._active = loaded
-        self.arrays.launch["kernel"] = int(loaded.function.value or 0)
+        assert generation.function is not None
+        self._active = generation
+        self.arrays.launch["kernel"] = int(generation.function.value or 0)
+
+    def expect(self, symbols: Mapping[int, str]) -> None:
+        from . import cuda_switch
+
+        cuda_switch.begin(self._capability, self.threads, list(symbols.items()))
 
     def link(self, codes: Mapping[int, Code], worker: Code | None = None) -> bytes:
         from . import cuda_compile
 
         return cuda_compile.link(self._capability, self.threads, codes, worker).cubin
 
-    def load(self, generation: bytes) -> None:
+    def open(self, generation: bytes) -> _Generation:
+        opened = _Generation(generation)
+        # A library that is loaded lazily waits for nobody until a function of it is asked for: the driver
+        # only parses it. Loaded eagerly, it would wait for the executor here.
+        if self._lazy:
+            with self._current():
+                self._hand_over(opened)
+        self._unused.append(opened)
+        return opened
+
+    def load(self, opened: _Generation) -> None:
         with self._current():
-            opened = self._open(generation)
-            # Unloading waits for the device, as loading does. Nobody can launch what stands by.
-            old, self._standby = self._standby, self._active
-            self._activate(opened)
-            if old is not None:
-                _check(self._driver.cuLibraryUnload(old.library))
+            self._ready(opened)
+        self._unused.remove(opened)
+        old, self._standby = self._standby, self._active
+        self._activate(opened)
+        if old is not None:
+            self._unused.append(old)
+
+    @property
+    def unused(self) -> int:
+        return len(self._unused)
+
+    def discard(self) -> None:
+        # Unloading waits for the device, as loading does.
+        generation = self._unused.pop(0)
+        if generation.library is not None:
+            with self._current():
+                self._driver.cuLibraryUnload(generation.library)  # an error: it stays, and nobody needs it
 
     def swap(self) -> None:
         if self._standby is None:
@@ -273,17 +313,19 @@ class CudaMachine:
         _check(self._driver.cuCtxPushCurrent(self._context_handle))
 
     def wait_exited(self, timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
+        begin = time.monotonic()
         with self._current():
             while True:
-                error = int(self._driver.cuStreamQuery(self._stream)[0])
+                error = self._query(self.stream_driver, self._stream_handle)
                 if error == 0:
                     return True
                 if error != query.NOT_READY:
                     _check((error,))
-                if time.monotonic() > until:
+                waited_s = time.monotonic() - begin
+                if waited_s > timeout_s:
                     return False
-                time.sleep(20e-6)
+                if waited_s > SPIN_S:
+                    time.sleep(20e-6)
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         values = np.zeros(self._sizes[name], np.uint8)
@@ -400,9 +442,9 @@ class CudaMachine:
     def close(self) -> None:
         driver = self._driver
         with self._current():
-            for loaded in (self._active, self._standby):
-                if loaded is not None:
-                    _check(driver.cuLibraryUnload(loaded.library))
+            for generation in (self._active, self._standby, *self._unused):
+                if generation is not None and generation.library is not None:
+                    _check(driver.cuLibraryUnload(generation.library))
             _check(driver.cuMemFree(self._memory))
             _check(driver.cuStreamDestroy(self._stream))
             _check(driver.cuStreamDestroy(self._copies))

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from ..errors import MachineError
 from ..inject.keys import content_key, cuda_target
 from ..inject.store import Store
 from ..protocol import SCRATCH_BYTES
-from . import cuda_memory
+from . import cuda_memory, cuda_switch
 from .base import Code
 
 # mypy: disable-error-code="no-untyped-call"
@@ -103,7 +104,15 @@ def _compile(body: Callable[..., Any], signature: Any, symbol: str, capability: 
             cc=capability,
             output="ptx",
         )
-    return str(code)
+    return without_environments(str(code))
+
+
+def without_environments(ptx: str) -> str:
+    """PTX without the word that Numba declares for each function and nothing here reads.
+
+    An executor had 1,200 of them, with names of 250 characters: each link and each load takes them in.
+    """
+    return re.sub(r"^\.common \.global [^\n]*_ZN08NumbaEnv\w*;\n", "", ptx, flags=re.MULTILINE)
 
 
 def _returning_status(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,7 +199,7 @@ def compile_entry(capability: tuple[int, int], threads: int) -> str:
         # multiprocessor little of its register file is left for others. A quiet launch takes 16 of them.
         launch_bounds=(threads, 1),
     )
-    return str(code)
+    return without_environments(str(code))
 
 
 def part_symbols() -> tuple[str, ...]:
@@ -360,7 +369,7 @@ def link(
     usual = objects.codes if worker is None else {**objects.codes, WORKER: worker.data}
     bodies = {code.symbol: code.data for code in injected.values()}
     cases = [(op_id, code.symbol) for op_id, code in injected.items()]
-    parts = [*usual.values(), *bodies.values(), switch.render_injected(cases).encode()]
+    parts = [*usual.values(), *bodies.values(), cuda_switch.get(capability, threads, cases)]
     codes = [
         ObjectCode.from_cubin(part) if part.startswith(ELF) else ObjectCode.from_ptx(part) for part in parts
     ]

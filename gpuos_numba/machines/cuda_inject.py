@@ -21,7 +21,16 @@ from numba.cuda.cudadrv import nvvm
 from ..device import elementwise as bodies
 from ..device.runs import Inlined
 from ..errors import MachineError
-from .cuda_compile import OLDEST, _compile, _compiling_for, assemble, compile_worker, find_ptxas, m
+from .cuda_compile import (
+    OLDEST,
+    _compile,
+    _compiling_for,
+    assemble,
+    compile_worker,
+    find_ptxas,
+    m,
+    without_environments,
+)
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -87,7 +96,7 @@ def fuse(value: Callable[..., Any], variant: str, arity: int, symbol: str) -> st
         ptx = nvvm.compile_ir([*walk, *function], **options).decode().strip("\0").strip()
     except nvvm.NvvmError as error:
         raise MachineError(f"NVVM failed: {error}") from error
-    return str(ptx).replace(_BODY, symbol)
+    return without_environments(str(ptx)).replace(_BODY, symbol)
 
 
 def compile_injected(

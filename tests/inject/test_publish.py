@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 import gpuos_numba as gpuos
 from gpuos_numba import testing
-from gpuos_numba.inject import live
+from gpuos_numba.inject import live, publish
 from gpuos_numba.inject.audit import AuditLog
 from gpuos_numba.inject.compile import body_key, server
 from gpuos_numba.inject.store import Store
@@ -234,7 +235,8 @@ def test_bodies_that_nobody_holds_are_left_out(rt: gpuos.Runtime, monkeypatch: p
         rt.synchronize()
         gc.collect()
         rt.inject(backwards, replace=True)  # the next generation
-        return "x * 3" in {ref().formula for ref, _ in rt._publisher._bodies.values()}
+        found = [ref() for refs, _ in rt._publisher._bodies.values() for ref in refs]
+        return "x * 3" in {each.formula for each in found if each is not None}
 
     assert held()
     rt.submit_batch(batch).wait(timeout_s=30)
@@ -244,7 +246,132 @@ def test_bodies_that_nobody_holds_are_left_out(rt: gpuos.Runtime, monkeypatch: p
     assert values(rt.f(x))[0] == -1
 
 
+def test_one_load_for_the_commonest_operands_and_one_for_the_rest(rt: gpuos.Runtime) -> None:
+    f = rt.inject("f", "x / (17 + exp(x))", wait="compiled")
+    assert stage(rt, "f") in ("partly", "compiled")
+    wait_compiled(rt, "f")
+    whole = rt._injected.latest(f)
+    assert rt._publisher.loads == 2 and whole is not f
+    assert [each.op_id for each in f.kernels] == [whole.kernels[0].op_id]
+
+
+def test_from_the_cache_bodies_have_the_ids_that_they_had(
+    rt: gpuos.Runtime, machine: str, folders: Path
+) -> None:
+    found: list[list[int]] = []
+    with gpuos.Runtime(machine) as second:
+        for each in (rt, second):
+            for number in (21, 22):
+                each.inject(f"f{number}", f"x / ({number} + exp(x))", wait="compiled")
+                wait_compiled(each, f"f{number}")
+            found.append(sorted(each._publisher._bodies))
+        assert second._publisher.loads == 2
+    assert found[0] == found[1]
+
+
+def test_a_body_stays_for_the_last_who_holds_it(rt: gpuos.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "HISTORY", 1)
+    x, out = on(rt, np.ones(10)), on(rt, np.zeros(10))
+    rt.inject("f", "x * 31 + 1", wait="compiled")
+    batch = rt.batch("f", [([x], out)])  # of the partly compiled operator, whose id the whole one has too
+    wait_compiled(rt, "f")
+    for text in ("x - 1", "x - 2"):
+        rt.inject("f", text, replace=True)
+    rt.synchronize()
+    gc.collect()
+    rt.inject(backwards)
+    rt.submit_batch(batch).wait(timeout_s=30)
+    assert testing.to_host(out)[0] == 32
+
+
+@pytest.fixture
+def parked_loads(rt: gpuos.Runtime, monkeypatch: pytest.MonkeyPatch) -> gpuos.Runtime:
+    """Generations are loaded while parked, as on a GPU."""
+    monkeypatch.setattr(rt._machine, "loads_parked", True)
+    return rt
+
+
+def test_launches_are_held_back_for_the_load_alone(
+    parked_loads: gpuos.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, seen = parked_loads._machine, set()
+
+    def watch(name: str) -> None:
+        real = getattr(machine, name)
+
+        def watched(*arguments: Any) -> Any:
+            seen.add((name, int(machine.arrays.launch["holds"][0]), parked_loads._keeper.parked))
+            return real(*arguments)
+
+        monkeypatch.setattr(machine, name, watched)
+
+    stop = threading.Event()
+    x, out = on(parked_loads, np.ones(100)), on(parked_loads, np.zeros(100))
+
+    def produce() -> None:
+        while not stop.is_set():
+            parked_loads.add(x, x, out=out).wait(timeout_s=30)
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    for name in ("expect", "link", "open", "load"):
+        watch(name)
+    try:
+        parked_loads.inject("f", "x / (41 + exp(x))", wait="compiled")
+        wait_compiled(parked_loads, "f")
+    finally:
+        stop.set()
+        producer.join()
+    assert {(name, held) for name, held, _ in seen} == {("expect", 0), ("link", 0), ("open", 0), ("load", 1)}
+    assert ("load", 1, False) not in seen
+    assert values(parked_loads.f(on(parked_loads, [0])))[0] == 0
+
+
+def test_generations_are_swapped_with_the_next_launch_behind_the_running_one(machine: str) -> None:
+    with gpuos.Runtime(machine, lease_s=None, idle_s=None) as rt:
+        x = on(rt, np.ones(10))
+        assert values(rt.add(x, x))[0] == 2
+        for _ in range(20):
+            before = rt._keeper.launches
+            with rt._keeper.deciding():
+                rt._keeper.hand_over()
+            assert rt._keeper.launches == before + 1 and not rt._keeper.parked
+            assert values(rt.add(x, x))[0] == 2
+        assert int(rt._machine.arrays.state["parked"][0]) >= before
+        rt._keeper.park()
+        with rt._keeper.deciding():
+            rt._keeper.hand_over()  # launches are held back
+        assert rt._keeper.launches == before + 1
+        rt._keeper.unpark()
+        assert values(rt.add(x, x))[0] == 2
+
+
 # --- failing ---
+
+
+def test_a_rest_that_fails_its_self_test_leaves_what_ran(
+    parked_loads: gpuos.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rt, tested = parked_loads, []
+    real = publish.self_test
+
+    def fail_second(runtime: Any, machine: Any, operator: Any) -> None:
+        tested.append(operator)
+        if len(tested) == 2:
+            raise gpuos.MachineError("planned")
+        real(runtime, machine, operator)
+
+    monkeypatch.setattr(publish, "self_test", fail_second)
+    rt.inject("f", "x * 51 + 1", wait="compiled")
+    version = rt._injected.version("f")
+    assert version is not None
+    with pytest.warns(RuntimeWarning, match="planned"):  # from the thread
+        assert version.done.wait(60)
+        time.sleep(0.1)
+    assert version.stage == "partly" and values(rt.f(on(rt, [2])))[0] == 103
+    rt.inject(backwards)
+    assert values(rt.f(on(rt, [2])))[0] == 103
+    assert values(rt.f(on(rt, [2], np.float16)))[0] == 103
 
 
 def test_what_does_not_compile_is_never_live(rt: gpuos.Runtime) -> None:
