@@ -316,7 +316,7 @@ class CudaMachine:
         begin = time.monotonic()
         with self._current():
             while True:
-                error = self._query(self.stream_driver, self._stream_handle)
+                error = self._query(self.stream_driver, self._stream_handle.value)
                 if error == 0:
                     return True
                 if error != query.NOT_READY:
