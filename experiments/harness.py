@@ -11,9 +11,11 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -283,6 +285,25 @@ class Results:
         """Where they go unless told: a folder that Git ignores, so that to measure changes no stored result.
         `python -m experiments.report --store` stores them."""
         return LOCAL / self.file_name
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Where Ctrl-C or SIGTERM, which `timeout` sends, ends what is measured within, the rows so far are
+        written as `<experiment>-unfinished`, which is never stored."""
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.experiment += "-unfinished"
+            self.write(self.default_path)
+            print(f"interrupted: {len(self.rows)} rows in {self.default_path}", flush=True)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def write(self, path: Path) -> None:
         """One row a line, so that a changed figure is a changed line."""

@@ -311,10 +311,12 @@ def main(
         with gpuos.Runtime(machine) as rt:
             results = Results("injection", rt.device_name, rt.machine)
             system = "gpuos" if rt.machine == "cuda" else "gpuos-cpu"
-            results.rows += latencies(rt, system, repeats)
-        results.rows += from_cache(results.machine, system, repeats)
-        results.rows += swaps(results.machine, system, count)
-        results.rows += against_builtin(results.machine, system, rounds)
+            with results.kept():
+                results.rows += latencies(rt, system, repeats)
+        with results.kept():
+            results.rows += from_cache(results.machine, system, repeats)
+            results.rows += swaps(results.machine, system, count)
+            results.rows += against_builtin(results.machine, system, rounds)
     for each in results.rows:
         if each.case.endswith("silu"):
             console.print(f"{each.case} {each.system}: {each.median} {each.unit} {each.why}")

@@ -169,7 +169,8 @@ def command(
         with gpuos.Runtime(machine=machine, **settings) as rt:
             results = Results(f"{name}-quick" if quick else name, rt.device_name, rt.machine)
             lab = Lab(rt, quick)
-            answer(lab, questions(lab), rounds[1] if quick else rounds[0], results, console)
+            with results.kept():
+                answer(lab, questions(lab), rounds[1] if quick else rounds[0], results, console)
         finish(results)
         stored = json or results.default_path
         results.write(stored)

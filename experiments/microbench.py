@@ -242,10 +242,11 @@ def run(machine: str, quick: bool, console: Console) -> Results:
             results = Results("microbench-quick" if quick else "microbench", rt.device_name, rt.machine)
             questions = Bench(rt).questions(sizes)
             progress.update(bar, total=len(questions) * rounds)
-            for name, ask in questions:
-                progress.update(bar, description=name)
-                results.rows += measure(ask(), rounds, lambda: progress.advance(bar))
-                rt.synchronize(TIMEOUT_S)  # raises if any task failed
+            with results.kept():
+                for name, ask in questions:
+                    progress.update(bar, description=name)
+                    results.rows += measure(ask(), rounds, lambda: progress.advance(bar))
+                    rt.synchronize(TIMEOUT_S)  # raises if any task failed
     return results
 
 

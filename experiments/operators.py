@@ -318,14 +318,15 @@ def run(machine: str, quick: bool, examples: int, console: Console) -> Results:
         names = [name for name, operator in gpuos.operators().items() if operator.example]
         bar = progress.add_task("examples", total=len(names) + len(calls()) * rounds)
         bench = Bench(rt)
-        for call in calls():
-            progress.update(bar, description=call.name)
-            results.rows += measure(bench.cases(call), rounds, lambda: progress.advance(bar))
-        if rt.machine == "cuda":
-            results.rows.append(bandwidth(rt))
-        for name in names:
-            progress.update(bar, description=f"examples of {name}", advance=1)
-            results.rows.append(try_examples(rt, name, examples))
+        with results.kept():
+            for call in calls():
+                progress.update(bar, description=call.name)
+                results.rows += measure(bench.cases(call), rounds, lambda: progress.advance(bar))
+            if rt.machine == "cuda":
+                results.rows.append(bandwidth(rt))
+            for name in names:
+                progress.update(bar, description=f"examples of {name}", advance=1)
+                results.rows.append(try_examples(rt, name, examples))
         rt.synchronize(TIMEOUT_S)
     return results
 

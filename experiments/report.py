@@ -100,8 +100,9 @@ def stored(folder: Path = STORED) -> list[Results]:
 
 def store(source: Path = LOCAL, target: Path = STORED) -> list[str]:
     """Move what was measured into the stored results, in place of the same experiment on the same device;
-    names of the files. A quick run is a check, not a result: it stays."""
-    names = sorted(path.name for path in source.glob("*.json") if "-quick." not in path.name)
+    names of the files. A quick run is a check, not a result, and so is an unfinished one: they stay."""
+    unfit = ("-quick.", "-unfinished.")
+    names = sorted(path.name for path in source.glob("*.json") if not any(u in path.name for u in unfit))
     for name in names:
         (source / name).replace(target / name)
         (source / name).with_suffix(".png").unlink(missing_ok=True)  # drawn anew from the file

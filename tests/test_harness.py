@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,3 +191,20 @@ def test_to_measure_changes_no_stored_result(results: Results) -> None:
     assert results.default_path.parent not in (STORED, *STORED.parents)
     ignored = (STORED / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert f"{results.default_path.parent.relative_to(STORED)}/" in ignored
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_what_was_measured_before_an_interrupt_is_written(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.harness.LOCAL", tmp_path)
+    results, before = Results("some", "a GPU", "cuda"), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), results.kept():
+        results.rows.append(Row("a/1/f32", "gpuos", "time_per_op", "ns", 1.0, 1.0, 1.0, 3))
+        if how == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt
+    (path,) = tmp_path.iterdir()
+    assert path.name == "some-unfinished.a-gpu.json"
+    assert [row.case for row in Results.load(path).rows] == ["a/1/f32"]
+    assert signal.getsignal(signal.SIGTERM) is before
