@@ -458,7 +458,11 @@ class Runtime:
         return _infer(operator, tuple(_operand(source) for source in sources), items)
 
     def batch(self, op: str | Operator, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: Any) -> Batch:
-        """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing."""
+        """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing.
+
+        The operator is the one of now: a batch of what was injected a moment ago keeps its interpreter, which
+        is some ten times slower than the compiled body. Inject with `wait="compiled"` first.
+        """
         self._check_open()
         operator = self._operator(op)
         records, outputs, owners, walks, accesses = [], [], [], [], []
