@@ -13,7 +13,7 @@ import pytest
 import gpuos_numba as gpuos
 from gpuos_numba import testing
 from gpuos_numba.descriptor import DType
-from gpuos_numba.device.operators import KERNELS, TABLE, matrix
+from gpuos_numba.device.operators import KERNELS, TABLE, matrix, matrix_plans
 from gpuos_numba.device.operators.table import Operand, Plan
 from tests.operators import blocks
 
@@ -359,7 +359,7 @@ def on_blocks(
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU splits is large; here is little."""
     for name, value in {"ALONE": 256, "SHARE": 256, "PIECE": 16}.items():
-        monkeypatch.setattr(matrix, name, value)
+        monkeypatch.setattr(matrix_plans, name, value)
 
 
 @pytest.mark.parametrize(
