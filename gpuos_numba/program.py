@@ -745,7 +745,7 @@ class Program:
         """Enqueue the call that a table's task says."""
         try:
             return self._put_now(copy, table, handed, owners, after, timeout_s)
-        except QueueFull:
+        except (QueueFull, ArgumentError):  # nothing was enqueued
             raise
         except BaseException:
             self._interrupted = True

@@ -1201,7 +1201,12 @@ class Runtime:
         if out is None:
             objects = inputs
         elif type(out) is tuple:
+            # The key does not see where inputs end and outputs begin: it must be where it was.
+            if operator.outputs == 1 or len(out) != operator.outputs:
+                return None
             objects = (*inputs, *out)
+        elif operator.outputs != 1:
+            return None
         else:
             objects = (*inputs, out)
         note: list[Any] = [None, objects, operator]
@@ -1253,6 +1258,7 @@ class Runtime:
 
     def _learn(
         self,
+        known: Calls,
         operator: Operator,
         inputs: Sequence[Any],
         out: Any,
@@ -1262,8 +1268,6 @@ class Runtime:
         epoch: int,
     ) -> None:
         """Have the short way take this call from now on, if it has come before and is one for it."""
-        known = self._calls
-        assert known is not None
         if out is not None and type(out) is not tuple:
             out = (out,)
         led = len(operator.leading)
@@ -1320,18 +1324,19 @@ class Runtime:
         if self._tracks:
             accesses = local.access
             local.access_buffer[:] = pack_access(views, _written(operator, head))
+        known = self._calls
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)
-            if self._calls is not None and operator.family != INJECTED:
-                self._learn(operator, inputs, out, scalars, views, local.task, calls.ALWAYS)
+            if known is not None and operator.family != INJECTED:
+                self._learn(known, operator, inputs, out, scalars, views, local.task, calls.ALWAYS)
             return self._send(
                 local.task, operator.name, output, owners, False, after, timeout_s, accesses, lane
             )
         with self._layouts.using():
             _TASK.pack_into(local.buffer, 0, *head)
             self._intern(local.task["layouts"][0], walks)
-            if self._calls is not None and operator.family != INJECTED:
-                self._learn(operator, inputs, out, scalars, views, local.task, self._calls.epoch)
+            if known is not None and operator.family != INJECTED:
+                self._learn(known, operator, inputs, out, scalars, views, local.task, known.epoch)
             return self._send(
                 local.task, operator.name, output, owners, False, after, timeout_s, accesses, lane
             )
@@ -1376,14 +1381,20 @@ class Runtime:
         held_back = self._lanes.limit(lane)
         step = held_back or count
         deadline = 0
-        note: list[Any] = [None, owners]
+        note: list[Any] | None = None
         try:
-            self._held.append(note)
             while sent < count:
                 now = time.monotonic_ns()
                 deadline = deadline or now + int(timeout_s * 1e9)
                 if held_back:
-                    self._hold_back(held_back, deadline)
+                    if note is not None and ranges:
+                        # An open note keeps all that others hold: not while this one waits.
+                        note[0], note = (ranges[-1][0] + ranges[-1][1]) & MASK_64, None
+                    if note is None:
+                        self._hold_back(held_back, deadline)
+                if note is None:
+                    note = [None, owners]
+                    self._held.append(note)
                 done, written, nobody_serves = submit(
                     self._address,
                     self._order,
@@ -1420,12 +1431,12 @@ class Runtime:
                     deadline = 0
             if trace is not None:
                 trace.submitted(began, operator, ranges)
+            assert note is not None
             return self._sent(note, operator, ranges, out, count, bool(in_order))
         except BaseException as error:
-            if sent == 0 and isinstance(error, QueueFull):
-                note.clear()
-                self._held.remove(note)  # or another one that is empty
-            else:
+            if note is not None and sent == 0 and isinstance(error, QueueFull):
+                note.clear()  # `_tidy` removes it
+            elif note is not None:
                 self._leave(note)
             raise
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,3 +214,58 @@ def test_a_closed_runtime_refuses_what_it_knew(machine: str, device: str) -> Non
         three_times(lambda: rt.neg(x))
     with pytest.raises(gpuos.ClosedError):
         rt.neg(x)
+
+
+def test_where_inputs_end_and_outputs_begin_is_part_of_a_known_call(rt: gpuos.Runtime, device: str) -> None:
+    a, b, out = torch.ones(3, 64, device=device).unbind()
+    three_times(lambda: rt.add(a, b, out=out))
+    with pytest.raises(gpuos.ArgumentError):
+        rt.submit("add", (a,), out=(b, out))
+    with pytest.raises(gpuos.ArgumentError):
+        rt.submit("add", (a, b), out=(out,))
+    rt.synchronize()
+    assert torch.equal(out, a + b)
+
+
+@pytest.mark.parametrize("offset", [0, 8])
+def test_a_tensor_whose_storage_was_freed_is_refused(rt: gpuos.Runtime, device: str, offset: int) -> None:
+    a, b, out = torch.ones(3, 64, device=device).unbind()
+    three_times(lambda: rt.add(a, b, out=out))
+    gone = torch.ones(64 + offset, device=device)[offset:]
+    gone.untyped_storage().resize_(0)  # as FSDP does
+    for inputs, target in (((gone, b), out), ((a, b), gone)):
+        with pytest.raises(gpuos.ArgumentError, match="no memory"):
+            rt.add(*inputs, out=target)
+    rt.synchronize()
+
+
+def test_threads_that_learn_calls_at_once_learn_each_its_own(rt: gpuos.Runtime, device: str) -> None:
+    if device == "cuda":
+        pytest.skip("the same code, and there a stream is in the way")
+    wrong: list[str] = []
+
+    def work(seed: int, ready: threading.Barrier) -> None:
+        ready.wait()
+        for step in range(40):
+            count = 64 + 4 * step + 7 * seed
+            name, truth = (("add", torch.add), ("mul", torch.mul), ("sub", torch.sub))[(step + seed) % 3]
+            for _ in range(4):
+                x, y, out = torch.rand(count), torch.rand(count), torch.full((count,), -7.0)
+                rt.submit(name, (x, y), out=out).wait()
+                if not torch.equal(out, truth(x, y)):
+                    wrong.append(f"{name} of {count}")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        ready = threading.Barrier(4)
+        threads = [threading.Thread(target=work, args=(seed, ready)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    entries = rt._calls._table[rt._calls._table != 0].tolist()  # type: ignore[union-attr]
+    assert len(entries) == len(set(entries)) == len(rt._calls.wants)  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,27 @@ def test_a_lane_of_high_priority_overtakes_queued_work(machine: str) -> None:
         assert rt.stats().submitted == start + 1001
         del urgent
         assert rt._lanes.limit(None) == 0, "nothing is held back once the lane is gone"
+
+
+def test_who_is_held_back_keeps_no_array_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Runtime("cpu", low_priority_depth=1) as rt:
+        urgent = rt.lane("urgent", priority=1)
+        waits, go = threading.Event(), threading.Event()
+        monkeypatch.setattr(rt, "_hold_back", lambda *_: (waits.set(), go.wait(30)))
+        low = np.zeros(8, np.float32)
+        thread = threading.Thread(target=lambda: rt.submit("fill", (), out=low, value=3.0))
+        thread.start()
+        assert waits.wait(30)
+        out = np.zeros(8, np.float32)
+        gone = weakref.ref(out)
+        urgent.submit("fill", (), out=out, value=1.0).wait(20)
+        del out
+        rt._tidy()
+        assert gone() is None
+        go.set()
+        thread.join(30)
+        rt.synchronize(20)
+        assert low[0] == 3
 
 
 def test_threads_that_share_buffers_lose_nothing(machine: str, arrays: Any) -> None:

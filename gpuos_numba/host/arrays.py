@@ -58,6 +58,10 @@ class ArrayView(NamedTuple):
         return self.count * ITEMSIZE[self.dtype]
 
 
+PAGE_ZERO: Final = 4096
+"""Nothing lies below: where an array's address does, its storage was freed, and what is left is an offset."""
+
+
 def view_cpu(array: Any, name: str = "array") -> ArrayView:
     """View a NumPy array or a torch CPU tensor."""
     if isinstance(array, np.ndarray):
@@ -243,6 +247,11 @@ def _checked(
             "reshape it to fewer"
         )
     count = math.prod(shape)
+    if address < PAGE_ZERO and count:
+        raise ArgumentError(
+            f"{name} has {count} elements and no memory for them (its address is {address:#x}): its storage "
+            "was freed or never was; pass an array that owns memory"
+        )
     if address % ITEMSIZE[dtype] and count:
         raise ArgumentError(
             f"{name} begins at address {address:#x}, which is not aligned to its {ITEMSIZE[dtype]}-byte "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import numpy as np
 from ..descriptor import FIFTH_INPUT, MAX_INPUTS, TASK, TASK_BYTES, TASK_WORDS, offset
 from ..machines.base import Body, HostPrimitives
 from ..protocol import HOST_CONTEXT, HOST_WORDS, field
-from .arrays import ArrayView, byte_range
+from .arrays import PAGE_ZERO, ArrayView, byte_range
 from .order import ACCESS, ORDER, make_fill, make_lock
 from .query import make_query
 from .ring import make_publish, make_retire, make_try_claim
@@ -148,6 +149,7 @@ def make_call(m: HostPrimitives) -> Body:
         u64(each) for each in (_DEVICE, _NDIM_DTYPE, _SHAPE, _STRIDES, _BYTE_OFFSET)
     )
     ZERO, ONE, EIGHT, SIXTEEN, HALF = u64(0), u64(1), u64(8), u64(16), u64(32)
+    NOWHERE = u64(PAGE_ZERO)
     LOW_HALF, TOP_BIT, MOST, POSITION_BITS = u64(0xFFFFFFFF), u64(1 << 63), u64(OPERANDS), u64(_POSITION_BITS)
     KIND_AT, BOUND_AT = u64(_KIND_AT), u64(_BYTES_AT)
     TOKEN, KEYED = u64(_BYTES_AT + field(BOUND, "token")), u64(_BYTES_AT + field(BOUND, "keyed"))
@@ -328,6 +330,10 @@ def make_call(m: HostPrimitives) -> Body:
                 tensors + index * TENSOR_SIZE + BYTES_AT
             )
             store_u64(tensors + index * TENSOR_SIZE, address)
+            if address < NOWHERE and load_u64(entry + E_LOW + index * EIGHT) != load_u64(
+                entry + E_HIGH + index * EIGHT
+            ):
+                return ANSWER_DECLINED  # its storage was freed: the long way refuses it
             if address & load_u64(entry + E_ALIGN + index * EIGHT) != ZERO:
                 return ANSWER_DECLINED
             index += ONE
@@ -493,6 +499,7 @@ class Calls:
         """By entry."""
         self._next_token = 1
         self._seen: set[Any] = set()
+        self._learning = threading.RLock()
 
     def seen(self, signature: Any) -> bool:
         """Whether a signature comes for the second time: what comes once is not worth keeping."""
@@ -505,14 +512,15 @@ class Calls:
 
     def token(self, call: Any) -> int:
         """The number of an operator and its parameters. Forgets everything when there are many."""
-        number = self._tokens.get(call)
-        if number is None:
-            if len(self._tokens) >= ENTRIES:
-                self.clear()
-            number = self._tokens[call] = self._next_token
-            self._next_token += 1
-            self.ways[call] = self._way(number)
-        return number
+        with self._learning:
+            number = self._tokens.get(call)
+            if number is None:
+                if len(self._tokens) >= ENTRIES:
+                    self.clear()
+                number = self._tokens[call] = self._next_token
+                self._next_token += 1
+                self.ways[call] = self._way(number)
+            return number
 
     def _way(self, token: int, keyed: int = 0) -> Callable[..., int]:
         """A Python function that sends a call of this token, given its tensors."""
@@ -522,10 +530,11 @@ class Calls:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._table[:] = 0
-        self.wants.clear()
-        self.ways.clear()
-        self._tokens.clear()
+        with self._learning:
+            self._table[:] = 0
+            self.wants.clear()
+            self.ways.clear()
+            self._tokens.clear()
 
     def move_on(self) -> None:
         """Layouts learned before may be overwritten from now on."""
@@ -566,53 +575,59 @@ class Calls:
             epoch: of the layouts in it, or ALWAYS.
             allocates: what is allocated, for `wants`.
         """
-        token, number = self.token(call), len(self.wants)
-        if number == ENTRIES:
-            self.clear()
-            return
-        words, digest = [], token * _FACTOR & ALWAYS
-        for view in views[:keyed]:
-            kind = _DLPACK_KINDS[view.dtype] << 32 | len(view.shape)
-            words.append(kind)
-            for extent, stride in zip(view.shape, view.strides, strict=True):
-                words += [extent, stride & ALWAYS]
-        if len(words) > KEY_WORDS:
-            return
-        for word in words:
-            digest = ((digest << 5 | digest >> 59) & ALWAYS ^ word) * _FACTOR & ALWAYS
-        entry = self._entries[number]
-        entry["hash"], entry["token"], entry["words"] = digest, token, len(words)
-        entry["operands"], entry["epoch"] = len(views), epoch
-        # Only strided or single elements can be lazily negated in practice: `imag` of a conjugate.
-        looks = any(not view.contiguous or view.count == 1 for view in views[:keyed])
-        entry["checked"] = looks
-        entry["key"][: len(words)] = words
-        inputs_at, outputs_at = offset("inputs"), offset("outputs")
-        for index, view in enumerate(views):
-            low, high = byte_range(view)
-            entry["low"][index], entry["high"][index] = low - view.address, high - view.address
-            entry["align"][index] = view.itemsize - 1
-            entry["writes"][index] = entry["same"][index] = 0
-            if index < writes.start:
-                place = first_input + index
-                at = offset("scalars") + FIFTH_INPUT if place == MAX_INPUTS else inputs_at + 8 * place
-            else:
-                at = outputs_at + 8 * (index - writes.start) if index in writes else outputs_at + 8
-                entry["writes"][index] = 1
-                for place in same_ok:
-                    other = views[place]
-                    if (other.shape, other.strides, other.dtype) == (view.shape, view.strides, view.dtype):
-                        entry["same"][index] |= 1 << place
-            entry["place"][index] = at
-        entry["task"] = task.view(np.uint64).reshape(TASK_WORDS)
-        slot = digest >> 32
-        while taken := int(self._table[slot % TABLE]):
-            stale = self._entries[taken - 1]
-            if stale["hash"] == digest and stale["token"] == token:
-                break  # what it was before its layouts were overwritten
-            slot += 1
-        self.wants.append(Wanted(self.ways[call], looks, allocates, self._way(token, keyed)))
-        self._table[slot % TABLE] = number + 1
+        # A call finds an entry by the table alone, which is written last.
+        with self._learning:
+            token, number = self.token(call), len(self.wants)
+            if number == ENTRIES:
+                self.clear()
+                return
+            words, digest = [], token * _FACTOR & ALWAYS
+            for view in views[:keyed]:
+                kind = _DLPACK_KINDS[view.dtype] << 32 | len(view.shape)
+                words.append(kind)
+                for extent, stride in zip(view.shape, view.strides, strict=True):
+                    words += [extent, stride & ALWAYS]
+            if len(words) > KEY_WORDS:
+                return
+            for word in words:
+                digest = ((digest << 5 | digest >> 59) & ALWAYS ^ word) * _FACTOR & ALWAYS
+            entry = self._entries[number]
+            entry["hash"], entry["token"], entry["words"] = digest, token, len(words)
+            entry["operands"], entry["epoch"] = len(views), epoch
+            # Only strided or single elements can be lazily negated in practice: `imag` of a conjugate.
+            looks = any(not view.contiguous or view.count == 1 for view in views[:keyed])
+            entry["checked"] = looks
+            entry["key"][: len(words)] = words
+            inputs_at, outputs_at = offset("inputs"), offset("outputs")
+            for index, view in enumerate(views):
+                low, high = byte_range(view)
+                entry["low"][index], entry["high"][index] = low - view.address, high - view.address
+                entry["align"][index] = view.itemsize - 1
+                entry["writes"][index] = entry["same"][index] = 0
+                if index < writes.start:
+                    place = first_input + index
+                    at = offset("scalars") + FIFTH_INPUT if place == MAX_INPUTS else inputs_at + 8 * place
+                else:
+                    at = outputs_at + 8 * (index - writes.start) if index in writes else outputs_at + 8
+                    entry["writes"][index] = 1
+                    for place in same_ok:
+                        other = views[place]
+                        if (other.shape, other.strides, other.dtype) == (
+                            view.shape,
+                            view.strides,
+                            view.dtype,
+                        ):
+                            entry["same"][index] |= 1 << place
+                entry["place"][index] = at
+            entry["task"] = task.view(np.uint64).reshape(TASK_WORDS)
+            slot = digest >> 32
+            while taken := int(self._table[slot % TABLE]):
+                stale = self._entries[taken - 1]
+                if stale["hash"] == digest and stale["token"] == token:
+                    break  # what it was before its layouts were overwritten
+                slot += 1
+            self.wants.append(Wanted(self.ways[call], looks, allocates, self._way(token, keyed)))
+            self._table[slot % TABLE] = number + 1
 
 
 _FACTOR: Final = 0x517CC1B727220A95

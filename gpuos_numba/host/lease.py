@@ -162,12 +162,12 @@ class Keeper:
             if self._closing[0]:
                 return
             self._control["heartbeat"] += 1
-            tidy = self._tidy()
-            if tidy is not None:
-                tidy()
-            del tidy
             before, claimed = claimed, int(self._words["claimed"][0])
             try:
+                tidy = self._tidy()
+                if tidy is not None:
+                    tidy()
+                del tidy
                 if self.parked:
                     if self._unserved():
                         self.ensure_served()

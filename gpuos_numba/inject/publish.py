@@ -298,11 +298,16 @@ class Publisher:
             )
             with self._installing:
                 self._load(self._machine.link(self._alive(), worker), True, {})
-            if better():
+            try:
+                kept = better()
+            except BaseException:
+                self._swap_back()  # it is unproven
+                raise
+            if kept:
                 self._worker = worker
-                return True
-            self._swap_back()
-            return False
+            else:
+                self._swap_back()
+            return kept
 
     def _withdraw(self, codes: Mapping[int, Code]) -> None:
         """Back to the generation before, which is still loaded."""
