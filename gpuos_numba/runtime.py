@@ -6,6 +6,7 @@ Everything is checked here, before anything is enqueued: what reaches the ring c
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import struct
@@ -1435,7 +1436,13 @@ class Runtime:
             return self._sent(note, operator, ranges, out, count, bool(in_order))
         except BaseException as error:
             if note is not None and sent == 0 and isinstance(error, QueueFull):
-                note.clear()  # `_tidy` removes it
+                note.clear()
+                if self._tidying.acquire(blocking=False):  # else `_tidy` removes it, in its turn
+                    try:
+                        with contextlib.suppress(ValueError):
+                            self._held.remove(note)  # or another one that is empty
+                    finally:
+                        self._tidying.release()
             elif note is not None:
                 self._leave(note)
             raise
