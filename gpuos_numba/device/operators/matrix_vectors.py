@@ -12,7 +12,7 @@ import numpy as np
 from ...descriptor import DType
 from ...machines.base import Body, Primitives
 from ..chunks import make_chunk_count, make_fill8, make_spread_f32, make_unpack8
-from ..elements import make_itemsize, make_load_f32
+from ..elements import make_itemsize, make_load_f32, make_unpack_half
 from .matrix_parts import (
     K_AT,
     MATRIX_AT,
@@ -54,44 +54,19 @@ def make_rows(m: Primitives) -> Body:
     )
     load_scratch_f32, store_scratch_f32 = m.load_scratch_f32, m.store_scratch_f32
     load_pair, shuffle, fma = m.load_pair, m.shuffle_xor_f32, m.fused_multiply_add
-    bits_f32, f16_to_f32, bf16_to_f32 = m.bits_f32, m.f16_to_f32, m.bf16_to_f32
+    bits_f32 = m.bits_f32
     dtype_of, stride_of, base_of = make_dtype_of(m), make_stride_of(m), make_base_of(m)
     pick, is_merging, merge, share_k = make_pick(m), make_is_merging(m), make_merge(m), make_share_k(m)
     itemsize, leave_sum, load_pairs2 = make_itemsize(m), make_leave_sum(m), make_load_pairs2(m)
     chunk_count, spread, fill8 = make_chunk_count(m), make_spread_f32(m), make_fill8(m)
+    halves = make_unpack_half(m)
 
     K, ROWS_WORD, MATRIX = u64(K_AT), u64(ROWS_AT), u64(MATRIX_AT)
-    F32, F16 = u64(DType.F32), u64(DType.F16)
+    F32 = u64(DType.F32)
     ZERO, ONE, TWO, THREE, FOUR, EIGHT, FIFTEEN, SIXTEEN = (u64(n) for n in (0, 1, 2, 3, 4, 8, 15, 16))
-    S16, S32, S48 = u64(16), u64(32), u64(48)
+    S32 = u64(32)
     NOTHING = f32(0)
     OK = np.int32(0)
-
-    def halves(kind: Any, pair: Any) -> Any:
-        low, high = pair
-        if kind == F16:
-            return (
-                f16_to_f32(low),
-                f16_to_f32(low >> S16),
-                f16_to_f32(low >> S32),
-                f16_to_f32(low >> S48),
-                f16_to_f32(high),
-                f16_to_f32(high >> S16),
-                f16_to_f32(high >> S32),
-                f16_to_f32(high >> S48),
-            )
-        return (
-            bf16_to_f32(low),
-            bf16_to_f32(low >> S16),
-            bf16_to_f32(low >> S32),
-            bf16_to_f32(low >> S48),
-            bf16_to_f32(high),
-            bf16_to_f32(high >> S16),
-            bf16_to_f32(high >> S32),
-            bf16_to_f32(high >> S48),
-        )
-
-    halves = m.device(halves)
 
     def dot8(v: Any, x: Any, total: Any) -> Any:
         total = fma(v[3], x[3], fma(v[2], x[2], fma(v[1], x[1], fma(v[0], x[0], total))))
