@@ -25,6 +25,7 @@ if _problem is not None and not running_as_program():
     raise ImportError(_problem)
 if _problem is None:  # otherwise __main__ says what is wrong
     from . import testing
+    from .batch import Batch
     from .config import Config
     from .descriptor import DType, Status
     from .device.operators import TABLE, Operator
@@ -46,7 +47,7 @@ if _problem is None:  # otherwise __main__ says what is wrong
     from .host.completion import Ticket
     from .inject.device_operator import device_operator
     from .inject.trial import Outcome, Trial
-    from .runtime import Batch, Runtime, Stats
+    from .runtime import Runtime, Stats
 
 __version__ = "0.1.0"
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from .checking import immediate, infer, plan_call
 from .descriptor import (
     DTYPE_NAMES,
     FIFTH_INPUT,
@@ -1119,10 +1120,7 @@ class _Planner:
     """Plans of all groups for given arguments: one call stands for its group."""
 
     def __init__(self, runtime: Runtime, body: _Body, views: Sequence[Any], blocks: int) -> None:
-        from . import runtime as module
-
         self._runtime, self._body, self._views, self._blocks = runtime, body, views, blocks
-        self._module = module
         trace, class_of = body.trace, body.grouping.class_of
         self.shapes: dict[int, Layout] = {}
         self.numbers = [view for view in views if not isinstance(view, ArrayView)]
@@ -1161,23 +1159,18 @@ class _Planner:
         def target(at: int) -> Planned:
             return view(call.outputs[at], MAX_INPUTS + at, f"out[{at}]")
 
-        results = _results(
-            self._module, call, operands, items, lambda at: outs.setdefault(at, target(at)), self._set
-        )
+        results = _results(call, operands, items, lambda at: outs.setdefault(at, target(at)), self._set)
         if group.entangled:
             self._check_entangled(group)
-        # Equal keys must mean equal plans, and 0.0 == -0.0.
-        plan_of: Any = self._module._plan
-        if any(value == 0 and str(value) == "-0.0" for _, value in items):
-            plan_of = plan_of.__wrapped__
-        plan, dtypes = plan_of(call.operator, operands, results, self._blocks, items)
+        plan, dtypes = plan_call(call.operator, operands, results, self._blocks, items)
+        assert plan is not None  # what was recorded is whole
         plan = plan._replace(tiles=min(max(1, plan.tiles), self._runtime.config.capacity))
-        self._runtime._prepare(plan.op_id)
+        self._runtime._checker.prepare(plan.op_id)
         numbers = {}
         for at, each in enumerate(call.inputs):
             value = self.numbers[each.number] if isinstance(each, SymbolicNumber) else each
             if isinstance(value, bool | int | float):
-                numbers[_pointer(at)] = self._module._immediate(value, plan.number, call.operator.name)
+                numbers[_pointer(at)] = immediate(value, plan.number, call.operator.name)
         for at, each in enumerate(call.outputs):
             followed.setdefault(
                 MAX_INPUTS + at,
@@ -1240,7 +1233,6 @@ def _items(call: Any, numbers: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _results(
-    module: Any,
     call: Any,
     operands: tuple[Any, ...],
     items: tuple[Any, ...],
@@ -1251,7 +1243,7 @@ def _results(
     operator = call.operator
     if operator.like_out or operator.updates or not call.outputs:
         return tuple(target(at) for at in range(len(call.outputs)))
-    wanted = module._infer(operator, operands, items)
+    wanted = infer(operator, operands, items)
     results = []
     for at, ((shape, dtype), new) in enumerate(zip(wanted, call.made, strict=True)):
         if new:
@@ -1294,8 +1286,6 @@ def _seen_output(call: Any, view: Callable[[Operand], Planned], at: int) -> Plan
 
 def _propagate(runtime: Runtime, body: _Body, views: Sequence[Any]) -> list[Layout]:
     """Shapes of all roots, call by call: where groups were found not to hold."""
-    from . import runtime as module
-
     trace = body.trace
     layouts = _given(trace, views)
     numbers = [view for view in views if not isinstance(view, ArrayView)]
@@ -1309,7 +1299,7 @@ def _propagate(runtime: Runtime, body: _Body, views: Sequence[Any]) -> list[Layo
     for call in trace.calls:
         operands = tuple(_operand(each, numbers, view) for each in call.inputs)
         seen = partial(_seen_output, call, view)
-        _results(module, call, operands, _items(call, numbers), seen, make)
+        _results(call, operands, _items(call, numbers), seen, make)
     return [layouts[root.number] for root in trace.roots]
 
 

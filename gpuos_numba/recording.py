@@ -6,15 +6,15 @@ ends, arrays that were used as they are become roots too, views of one memory vi
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .checking import Checker, immediate, infer, plan_call, planned
 from .descriptor import DType
 from .device.operators.table import Operator
 from .errors import ArgumentError
@@ -109,13 +109,10 @@ class Recorder:
     """Collects the calls that one thread makes on a Runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
-        from . import runtime as module
-
         self.looked = False
-        self._runtime, self._module = runtime, module
-        # The Runtime's own checks, on a stand-in whose machine knows recorded arrays.
-        self._planner = copy.copy(runtime)
-        self._planner._machine = SimpleNamespace(view=self._view, prepare=runtime._machine.prepare)
+        self._runtime = runtime
+        # The Runtime's own checks, for recorded arrays too.
+        self._checker = Checker(runtime._machine, runtime.config.capacity, self._view)
         self._roots: list[Root] = []
         self._calls: list[tuple[Operator, list[Any], list[Any], tuple[bool, ...], dict[str, Any]]] = []
         self._after: list[tuple[int, ...]] = []
@@ -169,9 +166,11 @@ class Recorder:
 
     def submit(self, op: Any, inputs: Sequence[Any], out: Any, after: Any, given: dict[str, Any]) -> Any:
         """Check one call as `Runtime.submit` would, and keep it: a RecordedTicket. Raises what that would."""
-        runtime, planner, module = self._runtime, self._planner, self._module
+        runtime, checker = self._runtime, self._checker
         runtime._check_open()
         operator = runtime._operator(op)
+        if operator.fallback is not None:
+            operator = self._whole(operator)
         fewest, most = operator.inputs
         if not fewest <= len(inputs) <= most:
             wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
@@ -180,14 +179,15 @@ class Recorder:
             )
         concrete = [each.value if isinstance(each, SymbolicNumber) else each for each in inputs]
         values = {k: v.value if isinstance(v, SymbolicNumber) else v for k, v in given.items()}
-        sources = planner._sources(operator, concrete)
-        operands = tuple(module._operand(source) for source in sources)
+        sources = checker.sources(operator, concrete)
+        operands = tuple(planned(source) for source in sources)
         items = tuple(operator.read_parameters(values).items())
         out, made = self._outputs(operator, operands, items, out)
-        targets, handed = planner._targets(operator, concrete, sources, operands, items, out)
-        results = tuple(module._operand(target) for target in targets)
-        plan, _ = module._plan(operator, operands, results, runtime._machine.max_workers, items)
-        runtime._prepare(plan.op_id)
+        targets, handed = checker.targets(operator, concrete, sources, operands, items, out)
+        results = tuple(planned(target) for target in targets)
+        plan, _ = plan_call(operator, operands, results, runtime._machine.max_workers, items)
+        assert plan is not None  # the operator is whole
+        runtime._checker.prepare(plan.op_id)
         led = len(operator.leading)
         kept: list[Any] = []
         for place, source in enumerate(sources):
@@ -198,7 +198,7 @@ class Recorder:
                 kept.append(source.owner)
             else:
                 if isinstance(source, bool | int | float):
-                    module._immediate(source, plan.number, operator.name)
+                    immediate(source, plan.number, operator.name)
                 kept.append(source)
         written = [view.owner if isinstance(view.owner, Symbolic) else view for view in targets]
         number = len(self._calls)
@@ -207,6 +207,15 @@ class Recorder:
         if any(made):
             self._made.append((number, handed))
         return RecordedTicket(self, number, operator.name, handed)
+
+    def _whole(self, operator: Operator) -> Operator:
+        """The operator for operands of every layout. What tests it on this thread is not recorded."""
+        recorders, thread = self._runtime._recorders, threading.get_ident()
+        del recorders[thread]
+        try:
+            return self._runtime._publisher.whole(operator)
+        finally:
+            recorders[thread] = self
 
     def _outputs(
         self, operator: Operator, operands: tuple[Any, ...], items: tuple[Any, ...], out: Any
@@ -218,7 +227,7 @@ class Recorder:
         if count > 1 and out is not None and (not isinstance(out, list | tuple) or len(out) != count):
             return out, (False,) * count  # the Runtime's checks say what is wrong
         given = [out] if count == 1 else list(out) if out is not None else [None] * count
-        wanted = self._module._infer(operator, operands, items)
+        wanted = infer(operator, operands, items)
         made = tuple(each is None for each in given)
         whole = [
             self._result(*result) if each is None else each

@@ -15,35 +15,30 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
 import numpy as np
 
+from .batch import Batch
+from .checking import Checker, call_key, infer, planned, written
 from .config import Config
 from .descriptor import (
-    DTYPE_NAMES,
-    FIFTH_INPUT,
     JOIN_OP,
     LAYOUT,
     MASK_64,
     MAX_INPUTS,
     MAX_OUTPUTS,
     NOP_OP,
-    SCALAR_BYTES,
     TASK,
     TASK_BYTES,
-    DType,
-    Flag,
 )
 from .device.operators import JOIN, KERNELS, PLAIN_LIMIT, TABLE, Operator
-from .device.operators.table import Operand, Plan, Result, Walk, castable, describe, pack_dtypes
+from .device.operators.table import Result, Walk, describe
 from .errors import (
     ArgumentError,
     ClosedError,
-    DTypeError,
     HangError,
     MachineError,
     QueueFull,
@@ -53,7 +48,7 @@ from .errors import (
 )
 from .host import calls, ring
 from .host import order as ordered
-from .host.arrays import ArrayView, empty_like_on, validate_output
+from .host.arrays import ArrayView
 from .host.board import Board, Figures
 from .host.calls import Calls
 from .host.completion import Ticket, explain
@@ -76,14 +71,11 @@ from .recording import Recorder, Recording, record_function
 
 _TASK = struct.Struct("<IIIIQQQQQQqQQ6HI24s")
 assert _TASK.size == TASK_BYTES
-_NO_SCALARS = bytes(SCALAR_BYTES)
 _SLICE_NS: Final = 10_000_000
 """Compiled waits come back to Python this often, so that Ctrl-C is seen."""
 _RANGES: Final = 256
 _HELD: Final = 1024
 """Notes of arrays in use, before it is looked which of them may go."""
-_LAST_OUTPUT: Final = 3 + MAX_INPUTS + MAX_OUTPUTS
-"""Where a descriptor's fields have the address of the second output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,73 +104,6 @@ class Stats:
     relaunches: int
     workers: int
     generation: int
-
-
-class Batch:
-    """Tasks that were checked once and can be submitted again and again.
-
-    Attributes:
-        tasks: the descriptors, `descriptor.TASK` records.
-        accesses: the memory that each reads and writes, `host.order.ACCESS` records.
-        operator: name for messages.
-        outputs: the output of each task.
-    """
-
-    def __init__(
-        self,
-        tasks: np.ndarray[Any, Any],
-        operator: str,
-        outputs: list[Any],
-        owners: list[Any],
-        walks: list[Any],
-        accesses: np.ndarray[Any, Any],
-    ) -> None:
-        self.tasks = tasks
-        self.accesses = accesses
-        self.operator = operator
-        self.outputs = outputs
-        self._owners = owners  # the arrays of each task
-        self._walks = walks  # of each task: None, or a Walk or None for each place
-        self._distinct = {walk for each in walks if each is not None for walk in each if walk is not None}
-        self._epoch = -1
-        self._sources: dict[type, Any] = {}  # one array of each library, and below the streams they name
-        self._streams: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    def __getitem__(self, which: slice) -> Batch:
-        if not isinstance(which, slice):
-            raise ArgumentError(f"batch[{which!r}]: take a slice, such as batch[{which!r}:{which!r}+1]")
-        part = Batch(
-            self.tasks[which].copy(),
-            self.operator,
-            self.outputs[which],
-            self._owners[which],
-            self._walks[which],
-            self.accesses[which].copy(),
-        )
-        part._sources, part._streams = self._sources, self._streams
-        return part
-
-    @staticmethod
-    def concatenate(batches: Sequence[Batch]) -> Batch:
-        """One batch of all tasks, in order."""
-        if not batches:
-            raise ArgumentError("Batch.concatenate([]): give at least one batch")
-        names = {batch.operator for batch in batches}
-        whole = Batch(
-            np.concatenate([batch.tasks for batch in batches]),
-            names.pop() if len(names) == 1 else "batch",
-            [output for batch in batches for output in batch.outputs],
-            [owner for batch in batches for owner in batch._owners],
-            [walk for batch in batches for walk in batch._walks],
-            np.concatenate([batch.accesses for batch in batches]),
-        )
-        for batch in batches:
-            whole._sources |= batch._sources
-            whole._streams |= batch._streams
-        return whole
 
 
 class _PerThread(threading.local):
@@ -229,79 +154,9 @@ def _make_machine(machine: str, device: int, config: Config) -> Machine:
     return CpuMachine(config)
 
 
-_PLAIN_VALUES: Final = frozenset((int, bool, str, type(None)))
-
-
-def _items(given: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Keywords as a key sees them: 0, 0.0, -0.0 and False are not the same. Raises TypeError for others."""
-    for name, value in given.items():
-        if type(value) in _PLAIN_VALUES:
-            yield name, value, type(value)
-        elif type(value) is float or type(value) is tuple:
-            yield name, repr(value), type(value)
-        else:
-            yield name, str(value), type(value), hash(value)
-
-
-def _call_key(operator: Operator, out: Any, given: dict[str, Any]) -> Any:
-    """What `Calls.ways` knows a call by. Raises TypeError where a keyword is of a kind that makes no key."""
-    return (operator, out is None, *_items(given)) if given or out is None else operator
-
-
 def _kernel_name(op_id: int) -> str:
     kernel = KERNELS.get(op_id)
     return f"op {op_id}" if kernel is None else kernel.name
-
-
-def _operand(view: Any) -> Operand | None:
-    """What planning sees of an input or output."""
-    if isinstance(view, ArrayView):
-        return Operand(view.dtype, view.shape, view.strides, view.contiguous)
-    if view is None:
-        return None
-    dtype = DType.BOOL if isinstance(view, bool) else DType.I64 if isinstance(view, int) else DType.F32
-    return Operand(dtype, (), (), True, True)
-
-
-def _written(operator: Operator, head: list[Any]) -> int:
-    """How many of a call's views are written, at the end of them: outputs, and the workspace."""
-    workspace = operator.outputs < MAX_OUTPUTS and head[_LAST_OUTPUT] != 0
-    return operator.outputs + workspace
-
-
-def _immediate(value: float, number: DType, operator: str) -> int:
-    """A Python number as the word that travels in place of an address."""
-    if number is DType.F32:
-        try:
-            return int(np.float32(value).view(np.uint32))
-        except OverflowError as error:
-            raise ArgumentError(f"{operator}: {value!r} does not fit a float") from error
-    if not -(1 << 63) <= value < 1 << 63:
-        raise ArgumentError(f"{operator}: {value!r} does not fit 64 bits")
-    return int(value) & MASK_64
-
-
-@lru_cache(maxsize=8192)
-def _infer(operator: Operator, operands: tuple[Any, ...], items: tuple[Any, ...]) -> tuple[Result, ...]:
-    return operator.infer(operands, **dict(items))
-
-
-@lru_cache(maxsize=8192)
-def _plan(
-    operator: Operator,
-    operands: tuple[Any, ...],
-    results: tuple[Any, ...],
-    blocks: int,
-    items: tuple[Any, ...],
-) -> tuple[Plan | None, int]:
-    """The plan of a call, and its dtypes as the task carries them. Remembered: addresses do not matter."""
-    return operator.plan(operands, results, blocks, **dict(items)), pack_dtypes(operands, results)
-
-
-def forget_plans() -> None:
-    """Let go of operators that nobody else holds."""
-    _infer.cache_clear()
-    _plan.cache_clear()
 
 
 class Runtime:
@@ -362,11 +217,11 @@ class Runtime:
         self._tensors: tuple[()] | tuple[type, type] = ()
         self._trace: Trace | None = None
         self._put_aside: Calls | None = None  # while a trace is taken
-        self._prepared: set[int] = set()  # kernels that this Runtime has used
+        self._checker = Checker(self._machine, self.config.capacity)
         self._recorders: dict[int, Recorder] = {}  # by thread: who takes its calls instead of the ring
         self._tables = TableSpace(arrays.tables, self._machine.tables_address)
         for op_id in (NOP_OP, JOIN_OP):  # what ordering puts between tasks
-            self._prepare(op_id)
+            self._checker.prepare(op_id)
         self._ordinal = device
         self._torch: Any = None
         self._driver = 0
@@ -454,9 +309,9 @@ class Runtime:
             UnknownOperatorError, ArgumentError, DTypeError, DeviceError: as `submit` would.
         """
         operator = self._operator(op)
-        sources = self._sources(operator, inputs)
+        sources = self._checker.sources(operator, inputs)
         items = tuple(operator.read_parameters(parameters).items())
-        return _infer(operator, tuple(_operand(source) for source in sources), items)
+        return infer(operator, tuple(planned(source) for source in sources), items)
 
     def batch(self, op: str | Operator, calls: Iterable[tuple[Sequence[Any], Any]], **scalars: Any) -> Batch:
         """Check many calls of one operator once: `calls` are (inputs, out) pairs. Enqueues nothing.
@@ -470,9 +325,9 @@ class Runtime:
         streams: set[int] = set()
         sources: dict[type, Any] = {}
         for inputs, out in calls:
-            views, output, head, walk = self._check(operator, inputs, out, scalars)
+            views, output, head, walk = self._checker.check(operator, inputs, out, scalars)
             records.append(_TASK.pack(*head))
-            accesses.append(pack_access(views, _written(operator, head)))
+            accesses.append(pack_access(views, written(operator, head)))
             outputs.append(output)
             owners.append(tuple(view.owner for view in views))
             walks.append(walk)
@@ -602,7 +457,7 @@ class Runtime:
 
     def _join(self, first: int, count: int) -> int:
         """Submit a task that ends after `count` others from position `first`; returns its position."""
-        self._prepare(JOIN.op_id)
+        self._checker.prepare(JOIN.op_id)
         head = [JOIN.op_id, 0, 1, 1, *[0] * (MAX_INPUTS + MAX_OUTPUTS), 0, 0, 0, *[0] * 6, 0]
         task = np.frombuffer(_TASK.pack(*head, struct.pack("<QQ", first, count)), TASK)
         return self._send(task, "join", None, (), False, None, None).position
@@ -1005,154 +860,6 @@ class Runtime:
             raise UnknownOperatorError(f"operator {name!r} is not in the table: {known}")
         return operator
 
-    def _check(
-        self, operator: Operator, inputs: Sequence[Any], out: Any, given: dict[str, Any]
-    ) -> tuple[list[ArrayView], Any, list[Any], Any]:
-        """Views of all memory, the output, the descriptor's fields, and the walks where there are any."""
-        fewest, most = operator.inputs
-        if not fewest <= len(inputs) <= most:
-            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-            raise ArgumentError(
-                f"{operator.name} takes {wanted} input(s), {len(inputs)} given: {operator.formula}"
-            )
-        sources = self._sources(operator, inputs)
-        operands = tuple(_operand(source) for source in sources)
-        items = tuple(operator.read_parameters(given).items()) if operator.parameters or given else ()
-        targets, out = self._targets(operator, inputs, sources, operands, items, out)
-        results = tuple(_operand(target) for target in targets)
-        # Equal keys must mean equal plans, and 0.0 == -0.0.
-        negative_zero = any(value == 0 and str(value) == "-0.0" for _, value in items)
-        plan_of = _plan.__wrapped__ if negative_zero else _plan
-        plan, dtypes = plan_of(operator, operands, results, self._machine.max_workers, items)
-        if plan is None:
-            assert operator.fallback is not None
-            return self._check(operator.fallback, inputs, out, given)
-        self._prepare(plan.op_id)
-
-        views = [*(source for source in sources if isinstance(source, ArrayView)), *targets]
-        addresses = [0] * (MAX_INPUTS + MAX_OUTPUTS)
-        scalars = plan.scalars.ljust(SCALAR_BYTES, b"\0")
-        for place, source in enumerate(sources):
-            if place == MAX_INPUTS:
-                scalars = scalars[:FIFTH_INPUT] + source.address.to_bytes(8, "little")
-            elif isinstance(source, ArrayView):
-                addresses[place] = source.address
-            elif source is not None:
-                addresses[place] = _immediate(source, plan.number, operator.name)
-        for place, target in enumerate(targets):
-            addresses[MAX_INPUTS + place] = target.address
-        if plan.workspace:
-            workspace = empty_like_on(self.machine, views[0].owner, (plan.workspace,), DType.U8)
-            views.append(self._machine.view(workspace, "workspace"))
-            addresses[-1] = views[-1].address
-        flags = (Flag.STRIDED if plan.walks else 0) | (Flag.MERGE if plan.merge else 0)
-        tiles = min(plan.tiles, self.config.capacity)
-        head = [plan.op_id, int(flags), 1, tiles, *addresses, plan.count, 0, 0, *[0] * 6, dtypes, scalars]
-        return views, out, head, plan.walks
-
-    def _sources(self, operator: Operator, inputs: Sequence[Any]) -> list[Any]:
-        """Views of the inputs, those that lead first."""
-        led = [self._machine.view(each, "its program") for each in operator.leading]
-        return led + [self._source(operator, each, f"inputs[{i}]", i) for i, each in enumerate(inputs)]
-
-    def _source(self, operator: Operator, array: Any, name: str, place: int) -> Any:
-        """An input as a view, a Python number, or None where it was left out."""
-        if array is None and place >= operator.inputs[0]:
-            return None
-        if isinstance(array, bool | int | float | np.generic) and operator.numbers:
-            return array.item() if isinstance(array, np.generic) else array
-        return self._machine.view(array, name)
-
-    def _targets(
-        self,
-        operator: Operator,
-        inputs: Sequence[Any],
-        sources: list[Any],
-        operands: tuple[Any, ...],
-        items: tuple[Any, ...],
-        out: Any,
-    ) -> tuple[list[ArrayView], Any]:
-        """Views of the outputs, allocated where none was given, and what the ticket hands out."""
-        view = self._machine.view
-        if operator.outputs == 0:
-            if out is not None:
-                raise ArgumentError(f"{operator.name} writes nothing, but out={type(out).__name__} was given")
-            return [], None
-        if operator.like_out:
-            if out is None:
-                raise ArgumentError(f"{operator.name} has no input to take a shape from: pass out=")
-            target = view(out, "out")
-            validate_output(target, [], False, "out")
-            return [target], out
-        if operator.outputs == 1:
-            outs, names = [out], ["out"]
-        else:
-            names = [f"out[{index}]" for index in range(operator.outputs)]
-            if out is not None and not isinstance(out, list | tuple):
-                raise ArgumentError(
-                    f"{operator.name} writes {operator.outputs} arrays, out is a {type(out).__name__}: "
-                    "pass a tuple of arrays"
-                )
-            outs = list(out) if out is not None else [None] * operator.outputs
-            if len(outs) != operator.outputs:
-                raise ArgumentError(f"{operator.name} writes {operator.outputs} arrays, out has {len(outs)}")
-        targets: list[ArrayView] = []
-        if operator.updates:
-            for each, name in zip(outs, names, strict=True):
-                if each is None:
-                    raise ArgumentError(f"{operator.name} updates {name} where it lies: pass {name}=")
-                target = view(each, name)
-                self._validate(operator, target, name, sources, targets, names)
-                targets.append(target)
-            return targets, outs[0] if operator.outputs == 1 else tuple(outs)
-        wanted = _infer(operator, operands, items)
-        for index, ((shape, dtype), name) in enumerate(zip(wanted, names, strict=True)):
-            if outs[index] is None:
-                like = next((array for array in inputs if hasattr(array, "shape")), None)
-                if like is None:
-                    raise ArgumentError(f"{operator.name} has no array to allocate like: pass {name}=")
-                outs[index] = empty_like_on(self.machine, like, shape, dtype)
-                targets.append(view(outs[index], name))
-                continue
-            target = view(outs[index], name)
-            if target.dtype != dtype and not (operator.casts and castable(dtype, target.dtype)):
-                raise DTypeError(
-                    f"{name} has dtype {DTYPE_NAMES[target.dtype]}, {operator.name} of these inputs gives "
-                    f"{DTYPE_NAMES[dtype]}: pass an out of that dtype, or none"
-                )
-            if target.shape != shape:
-                raise ArgumentError(
-                    f"{name} has shape {target.shape}, {operator.name} of these inputs has shape {shape}: "
-                    f"pass an out of that shape, or none"
-                )
-            self._validate(operator, target, name, sources, targets, names)
-            targets.append(target)
-        return targets, outs[0] if operator.outputs == 1 else tuple(outs)
-
-    @staticmethod
-    def _validate(
-        operator: Operator,
-        target: ArrayView,
-        name: str,
-        sources: Sequence[Any],
-        earlier: Sequence[ArrayView],
-        names: Sequence[str],
-    ) -> None:
-        """Refuse an output that cannot be written, or that shares memory with an input or another output."""
-        validate_output(target, [], False, name)
-        for place, source in enumerate(sources):
-            if isinstance(source, ArrayView):
-                same_ok, number = place in operator.same_ok, place - len(operator.leading)
-                validate_output(target, [source], same_ok, name, [f"inputs[{number}]"])
-        for other, other_name in zip(earlier, names, strict=False):
-            validate_output(target, [other], False, name, [other_name])
-
-    def _prepare(self, op_id: int) -> None:
-        """Have the kernel compiled, where the machine compiles what is used."""
-        if op_id not in self._prepared:
-            self._machine.prepare(op_id)
-            self._prepared.add(op_id)
-
     def _afters(self, after: Ticket | Sequence[Ticket] | None) -> list[tuple[int, int]]:
         """First and last positions to wait for."""
         if after is None:
@@ -1195,7 +902,7 @@ class Runtime:
             known = self._calls
             assert known is not None
         try:
-            key = operator if out is not None and not given else _call_key(operator, out, given)
+            key = operator if out is not None and not given else call_key(operator, out, given)
             way = known.ways[key]
         except (KeyError, TypeError):
             return None
@@ -1281,7 +988,7 @@ class Runtime:
         if any(type(view.owner) not in self._tensors for view in operands):
             return
         try:
-            key = _call_key(operator, out, given)
+            key = call_key(operator, out, given)
             token = known.token(key)
         except TypeError:
             return
@@ -1314,7 +1021,7 @@ class Runtime:
         if self._closed or os.getpid() != self._pid:
             self._check_open()
         operator = self._operator(op)
-        views, output, head, walks = self._check(operator, inputs, out, scalars)
+        views, output, head, walks = self._checker.check(operator, inputs, out, scalars)
         owners = [view.owner for view in views]
         if self._settle:
             streams = [view.stream for view in views if view.stream is not None]
@@ -1324,7 +1031,7 @@ class Runtime:
         accesses = None
         if self._tracks:
             accesses = local.access
-            local.access_buffer[:] = pack_access(views, _written(operator, head))
+            local.access_buffer[:] = pack_access(views, written(operator, head))
         known = self._calls
         if walks is None:
             _TASK.pack_into(local.buffer, 0, *head)

@@ -106,7 +106,7 @@ def inject(
             try:
                 version.operator = make_interpreted(asked, rt._machine.upload)
                 version.stage = "interpreted"
-                rt._prepare(version.operator.kernels[0].op_id)
+                rt._checker.prepare(version.operator.kernels[0].op_id)
             except ArgumentError:
                 if wait == "runnable":  # more than the interpreter holds: it must be compiled first
                     wait = "compiled"

@@ -154,7 +154,10 @@ def _symbol(key: str) -> str:
 
 
 class Server:
-    """The compiling process: started at its first use, again where it died, ended with this process."""
+    """The compiling process: started at its first use, again where it died, ended with this process.
+
+    One request at a time; whoever is interrupted while it waits for an answer ends the process with it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -197,12 +200,18 @@ class Server:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
                 heads = json.loads(process.stdout.readline())
-                return [(head, process.stdout.read(head.get("size", 0))) for head in heads]
+                answers = [(head, process.stdout.read(head.get("size", 0))) for head in heads]
+                if any(len(data) != head.get("size", 0) for head, data in answers):
+                    raise ValueError("in the middle of its answer")
             except (OSError, ValueError) as error:
                 self._end()
                 raise MachineError(
                     f"the compiling process ended ({error}): is there memory for one more process?"
                 ) from error
+            except BaseException:  # Ctrl-C: the answer that is to come is nobody's
+                self._end()
+                raise
+            return answers
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -225,3 +234,7 @@ def server() -> Server:
     made = Server()
     atexit.register(made.close)
     return made
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=server.cache_clear)  # a lock that a thread held stays locked there

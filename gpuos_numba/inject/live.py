@@ -112,10 +112,14 @@ class Injected:
         version = self._current.get(name)
         return None if version is None else version.operator
 
+    def version_of(self, operator: Operator) -> Version | None:
+        """The version that an operator runs or ran, while anybody holds it."""
+        known = self._versions.get(operator)
+        return known() if known is not None else None
+
     def latest(self, operator: Operator) -> Operator:
         """What runs by now what an operator was when it was injected."""
-        known = self._versions.get(operator)
-        version = known() if known is not None else None
+        version = self.version_of(operator)
         return operator if version is None or version.operator is None else version.operator
 
     def version(self, name: str) -> Version | None:

@@ -182,6 +182,26 @@ class Publisher:
                     self.later(version)
                     return
 
+    def whole(self, operator: Operator) -> Operator:
+        """An operator that takes every call by itself, for what is planned anew with operands of later.
+
+        One that is compiled for the commonest operands only is compiled for the others now, which takes a
+        compiler's time; where that fails, its interpreter takes all.
+        """
+        if operator.fallback is None:
+            return operator
+        version = self._injected.version_of(operator)
+        if version is not None:
+            try:
+                self.build(version, now=True)
+            except ClosedError:
+                raise
+            except (GpuosError, OSError) as error:
+                warnings.warn(f"{version.name} stays interpreted here: {error}", RuntimeWarning, stacklevel=2)
+            assert version.operator is not None
+            operator = version.operator
+        return operator.fallback or operator
+
     def build_device(self, version: Version, device: DeviceOperator) -> None:
         """The same of a body that a user wrote. Raises as `build` does."""
         with self._building:
@@ -242,7 +262,7 @@ class Publisher:
     def _install(
         self, operator: Operator, codes: Mapping[int, Code], now: bool, timings_s: dict[str, float]
     ) -> None:
-        from ..runtime import forget_plans
+        from ..checking import forget_plans
 
         with self._installing:
             begin = time.perf_counter()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,18 @@ Cases = Sequence[tuple[int, str]]
 _lock = threading.Lock()
 _begun: dict[str, Future[bytes]] = {}
 """By key: what is being assembled, or was and is not linked yet."""
+
+
+def _after_fork() -> None:
+    """A child has none of the threads: what they were at is begun anew where it is asked for."""
+    global _lock
+    _lock = threading.Lock()
+    _begun.clear()
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def switch_key(text: str, capability: tuple[int, int], threads: int) -> str:

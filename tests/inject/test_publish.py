@@ -118,6 +118,39 @@ def test_what_was_waited_for_is_machine_code_for_all_operands(rt: gpuos.Runtime)
     assert rt.stats().generation == 2
 
 
+def test_a_program_of_what_was_waited_for_takes_all_operands(rt: gpuos.Runtime) -> None:
+    """Forbidden: an operator that is compiled for contiguous arrays only is recorded, then given others."""
+    x = np.linspace(-4, 4, 64).astype(F32)
+    rt.inject("swish", SILU, wait="compiled")
+    program = rt.program(lambda x: rt.swish(x), (on(rt, x),))
+    for given in (x, x[::2], x.reshape(8, 8)):
+        wide = given.astype(np.float64)
+        found = values(program(on(rt, given)))
+        np.testing.assert_allclose(found, wide / (1 + np.exp(-wide)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_is_recorded_where_the_rest_cannot_be_compiled(
+    rt: gpuos.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.linspace(-4, 4, 64).astype(F32)
+    monkeypatch.setattr(rt._publisher, "later", lambda version: None)
+    rt.inject("swish", f"{SILU} + 2", wait="compiled")
+    version = rt._injected.version("swish")
+    assert version is not None
+    assert version.stage == "partly"
+
+    def fails(*_: object, **__: object) -> None:
+        raise gpuos.MachineError("no compiler today")
+
+    monkeypatch.setattr(rt._publisher, "build", fails)
+    with pytest.warns(RuntimeWarning, match="no compiler today"):
+        program = rt.program(lambda x: rt.swish(x[::2]), (on(rt, x),))
+    wide = x[::2].astype(np.float64)
+    np.testing.assert_allclose(
+        values(program(on(rt, x))), wide / (1 + np.exp(-wide)) + 2, rtol=1e-5, atol=1e-6
+    )
+
+
 def test_a_compiled_body_takes_over_while_tasks_run(rt: gpuos.Runtime) -> None:
     x = np.linspace(-4, 4, 300).astype(F32)
     wanted = x / (1 + np.exp(-x.astype(np.float64)))
