@@ -267,10 +267,12 @@ def _operator(
         (_ROWS, _COLUMNS, _TILES),
         spec,
         parameters=parameters,
-        # Each of the roundings of a sum over k is half an ulp of a partial sum: of normal values those reach
-        # about sqrt(k), and k such errors of either sign sqrt(k) times one: k * 2^-24, for k of 520 2^-15.
-        # Eight times that for the worst of many sums. What cancels leaves that much beside any result.
-        tolerance=Tolerance(f32=4 * 2.0**-24, atol=2.0**-12),
+        # A sum over k is off by at most k * 2^-24 times that of the products' magnitudes (Higham, Accuracy
+        # and Stability of Numerical Algorithms, 3.1); k of 520 gives 2^-15. Equal products, as of a broadcast
+        # vector, round the same way each time and come near it relative to the result. Where normal values
+        # cancel, partial sums reach sqrt(k), and k errors of either sign sqrt(k) times their half ulp:
+        # k * 2^-24 beside any result, and eight times that for the worst of many sums.
+        tolerance=Tolerance(f32=2.0**-15, atol=2.0**-12),
         same_ok=(BIAS,),
         tiling=f"a matrix above {ALONE} elements over rows, then k; of two, over {SIDE} x {SIDE} outputs",
         cost="Reads a matrix once for a vector, and once for each 32 rows or columns of another matrix.",
