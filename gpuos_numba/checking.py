@@ -26,6 +26,7 @@ from .device.operators.table import Operand, Plan, Result, castable, pack_dtypes
 from .errors import ArgumentError, DTypeError
 from .host.arrays import ArrayView, empty_like_on, validate_output
 from .machines.base import Machine
+from .shapes import Shape
 
 _LAST_OUTPUT: Final = 3 + MAX_INPUTS + MAX_OUTPUTS
 """Where a descriptor's fields have the address of the second output."""
@@ -108,6 +109,22 @@ def plan_call(
     return plan_of(operator, operands, results, blocks, items)
 
 
+def check_output(
+    operator: Operator, given: ArrayView | Operand, shape: Shape, dtype: DType, name: str, remedy: str
+) -> None:
+    """Refuse an output of another shape or dtype than `infer` says. `remedy` has {} for which of them."""
+    if given.dtype != dtype and not (operator.casts and castable(dtype, given.dtype)):
+        raise DTypeError(
+            f"{name} has dtype {DTYPE_NAMES[given.dtype]}, {operator.name} of these inputs gives "
+            f"{DTYPE_NAMES[dtype]}: {remedy.format('dtype')}"
+        )
+    if given.shape != shape:
+        raise ArgumentError(
+            f"{name} has shape {given.shape}, {operator.name} of these inputs has shape {shape}: "
+            f"{remedy.format('shape')}"
+        )
+
+
 def forget_plans() -> None:
     """Let go of operators that nobody else holds."""
     infer.cache_clear()
@@ -134,12 +151,6 @@ class Checker:
         self, operator: Operator, inputs: Sequence[Any], out: Any, given: dict[str, Any]
     ) -> tuple[list[ArrayView], Any, list[Any], Any]:
         """Views of all memory, the output, the descriptor's fields, and the walks where there are any."""
-        fewest, most = operator.inputs
-        if not fewest <= len(inputs) <= most:
-            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-            raise ArgumentError(
-                f"{operator.name} takes {wanted} input(s), {len(inputs)} given: {operator.formula}"
-            )
         sources = self.sources(operator, inputs)
         operands = tuple(planned(source) for source in sources)
         items = tuple(operator.read_parameters(given).items()) if operator.parameters or given else ()
@@ -173,7 +184,13 @@ class Checker:
         return views, out, head, plan.walks
 
     def sources(self, operator: Operator, inputs: Sequence[Any]) -> list[Any]:
-        """Views of the inputs, those that lead first."""
+        """Views of the inputs, those that lead first. ArgumentError where their count is wrong."""
+        fewest, most = operator.inputs
+        if not fewest <= len(inputs) <= most:
+            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+            raise ArgumentError(
+                f"{operator.name} takes {wanted} input(s), {len(inputs)} given: {operator.formula}"
+            )
         led = [self._view(each, "its program") for each in operator.leading]
         return led + [self._source(operator, each, f"inputs[{i}]", i) for i, each in enumerate(inputs)]
 
@@ -237,16 +254,7 @@ class Checker:
                 targets.append(view(outs[index], name))
                 continue
             target = view(outs[index], name)
-            if target.dtype != dtype and not (operator.casts and castable(dtype, target.dtype)):
-                raise DTypeError(
-                    f"{name} has dtype {DTYPE_NAMES[target.dtype]}, {operator.name} of these inputs gives "
-                    f"{DTYPE_NAMES[dtype]}: pass an out of that dtype, or none"
-                )
-            if target.shape != shape:
-                raise ArgumentError(
-                    f"{name} has shape {target.shape}, {operator.name} of these inputs has shape {shape}: "
-                    f"pass an out of that shape, or none"
-                )
+            check_output(operator, target, shape, dtype, name, "pass an out of that {}, or none")
             self._validate(operator, target, name, sources, targets, names)
             targets.append(target)
         return targets, outs[0] if operator.outputs == 1 else tuple(outs)

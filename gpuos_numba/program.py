@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from .checking import immediate, infer, plan_call
+from .checking import check_output, immediate, infer, plan_call
 from .descriptor import (
     DTYPE_NAMES,
     FIFTH_INPUT,
@@ -35,7 +35,7 @@ from .descriptor import (
     offset,
 )
 from .device.operators.table import Operand as Planned
-from .device.operators.table import Plan, castable
+from .device.operators.table import Plan
 from .errors import ArgumentError, DTypeError, QueueFull
 from .host.arrays import ArrayView, _contiguous_strides, _same_walk, byte_range, overlap, validate_output
 from .host.completion import Ticket
@@ -55,11 +55,12 @@ from .protocol import (
     RECORD_SECOND_BITS,
 )
 from .recording import Operand, Trace, record_function
+from .shapes import Shape
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-Shape = tuple[int, ...]
+
 Layout = tuple[Shape, tuple[int, ...]]  # shape and strides of a root
 
 WORKSPACE: Final = MAX_INPUTS + MAX_OUTPUTS - 1
@@ -1255,17 +1256,7 @@ def _results(
             results.append(Planned(dtype, shape, _contiguous_strides(shape), True))
             continue
         out = target(at)
-        if out.dtype != dtype and not (operator.casts and castable(dtype, out.dtype)):
-            raise DTypeError(
-                f"out has dtype {DTYPE_NAMES[out.dtype]}, {operator.name} of these inputs gives "
-                f"{DTYPE_NAMES[dtype]}: pass an argument of that dtype"
-            )
-        if out.shape != shape:
-            raise ArgumentError(
-                f"out has shape {out.shape}, {operator.name} of these inputs has shape {shape}: pass "
-                "arguments "
-                "whose shapes fit"
-            )
+        check_output(operator, out, shape, dtype, "out", "pass an argument of that {}")
         results.append(out)
     return tuple(results)
 

@@ -21,12 +21,13 @@ from .errors import ArgumentError
 from .host.arrays import ArrayView, _contiguous_strides, byte_range
 from .host.program import Ref, Step, dependencies
 from .host.symbolic import WHOLE, Recipe, Root, Symbolic, SymbolicNumber, follow
+from .shapes import Shape
 
 if TYPE_CHECKING:
     from .program import Program
     from .runtime import Runtime
 
-Shape = tuple[int, ...]
+
 RESULTS_AT = 1 << 60
 """Where results are said to lie while nothing has memory yet: no array does."""
 
@@ -171,12 +172,6 @@ class Recorder:
         operator = runtime._operator(op)
         if operator.fallback is not None:
             operator = self._whole(operator)
-        fewest, most = operator.inputs
-        if not fewest <= len(inputs) <= most:
-            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-            raise ArgumentError(
-                f"{operator.name} takes {wanted} input(s), {len(inputs)} given: {operator.formula}"
-            )
         concrete = [each.value if isinstance(each, SymbolicNumber) else each for each in inputs]
         values = {k: v.value if isinstance(v, SymbolicNumber) else v for k, v in given.items()}
         sources = checker.sources(operator, concrete)

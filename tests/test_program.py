@@ -464,3 +464,11 @@ def test_a_program_is_described_and_drawn(rt: Runtime, arrays: Any) -> None:
     text = program.describe()
     assert "3 tasks" in text and "; after 0" in text and "tile 1" in text
     assert program.plot().get_title().startswith("3 tasks")
+
+
+def test_a_wrong_count_of_inputs_is_said_wherever_a_call_is_checked(rt: Runtime, arrays: Any) -> None:
+    x = arrays.to_device(np.ones(4))
+    with pytest.raises(ArgumentError, match=r"add takes 2 input\(s\), 1 given"):
+        rt.infer("add", (x,))
+    with pytest.raises(ArgumentError, match=r"add takes 2 input\(s\), 1 given"):
+        rt.program(lambda x: rt.submit("add", (x,)), (x,))
