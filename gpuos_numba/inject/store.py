@@ -2,7 +2,8 @@
 
 One file an entry, written beside its place and moved there whole: readers see all of it or nothing, and
 processes need no lock. An entry is verified each time it is read. Whatever does not verify is moved aside and
-reported, and the caller compiles. A cache that cannot be used is none: that never fails an injection.
+reported, and the caller compiles; so is what a power cut left half written, and nobody waits for the disk.
+A cache that cannot be used is none: that never fails an injection.
 """
 
 from __future__ import annotations
@@ -169,7 +170,6 @@ class Store:
             try:
                 _write(folder, part, data)
                 os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
-                os.fsync(folder)
             except OSError as error:
                 with contextlib.suppress(OSError):
                     os.unlink(part, dir_fd=folder)
@@ -304,5 +304,3 @@ def _write(folder: int, name: str, data: bytes) -> None:
     handle = os.open(name, flags, 0o600, dir_fd=folder)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
