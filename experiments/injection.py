@@ -175,9 +175,7 @@ def from_cache(machine: str, system: str, repeats: int) -> Iterator[Row]:
             yield row("pause_swap/256/f32/rollback", system, "largest_gap", "us", backs)
 
             def generation() -> None:
-                with rt._keeper.deciding():
-                    rt._machine.swap()
-                    rt._keeper.hand_over()
+                rt._keeper.hand_over(swap=True)
 
             if rt._machine.loads_parked:
                 parked = [watcher.largest_us(generation) for _ in range(2 * (repeats // 2))]

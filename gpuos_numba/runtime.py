@@ -52,9 +52,10 @@ from .host.arrays import ArrayView
 from .host.board import Board, Figures
 from .host.calls import Calls
 from .host.completion import Ticket, explain
+from .host.holds import Holds
 from .host.lanes import Lane, Lanes
 from .host.layouts import LayoutTable
-from .host.lease import Keeper
+from .host.lease import EXECUTORS, Keeper
 from .host.order import ACCESS, LANE, Tracker, pack_access
 from .host.streams import Streams
 from .host.trace import RECORDS, Trace, ring_bytes
@@ -74,6 +75,8 @@ assert _TASK.size == TASK_BYTES
 _SLICE_NS: Final = 10_000_000
 """Compiled waits come back to Python this often, so that Ctrl-C is seen."""
 _RANGES: Final = 256
+_LOAD_S: Final = 10.0
+"""For other executors to park, which loading would wait for."""
 _HELD: Final = 1024
 """Notes of arrays in use, before it is looked which of them may go."""
 
@@ -148,7 +151,19 @@ def _make_machine(machine: str, device: int, config: Config) -> Machine:
         from .machines import cuda
 
         if machine == "cuda" or cuda.available():
-            return cuda.CudaMachine(config, device)
+            holds = Holds(EXECUTORS.of(device) if cuda.loads_on(device, config) else ())
+            try:
+                holds.take()
+                if not holds.wait(_LOAD_S):
+                    raise MachineError(
+                        f"another Runtime of this process did not park within {_LOAD_S:.0f} s: "
+                        "a task of it runs too long"
+                    )
+                made = cuda.CudaMachine(config, device)
+            finally:
+                holds.give_back()
+            holds.serve()
+            return made
     from .machines.cpu import CpuMachine
 
     return CpuMachine(config)
@@ -516,13 +531,16 @@ class Runtime:
 
     def _while_parked(self, do: Callable[[], None], timeout_s: float | None = 10.0) -> None:
         """Call `do` while no launch runs and none can begin."""
-        self._keeper.park()
+        holds = self._keeper.holds()
         try:
-            if not self._machine.wait_exited(1e9 if timeout_s is None else timeout_s):
+            holds.take()
+            if not holds.wait(1e9 if timeout_s is None else timeout_s):
                 raise HangError(self._dump(f"the executor did not leave within {timeout_s} s"))
+            self._check_open()
             do()
         finally:
-            self._keeper.unpark()
+            holds.give_back()
+        holds.serve()
 
     def trace(self, path: str | os.PathLike[str], *, records: int = RECORDS) -> Trace:
         """Write what happens within a `with` block to a file that Perfetto and Chrome show.

@@ -110,7 +110,8 @@ def test_a_lane_of_high_priority_overtakes_queued_work(machine: str) -> None:
         urgent = rt.lane("urgent", priority=1)
         batch = rt.batch("nop", [((), None)] * 1000)
         rt.nop().wait(20)
-        rt._keeper.park()
+        holds = rt._keeper.holds()
+        holds.take()
         assert rt._machine.wait_exited(10)
         start = rt.stats().submitted
         thread = threading.Thread(target=lambda: rt.submit_batch(batch))
@@ -119,7 +120,8 @@ def test_a_lane_of_high_priority_overtakes_queued_work(machine: str) -> None:
             pass
         ticket = urgent.nop()
         assert (ticket.position - (rt._start + start)) % (1 << 64) <= 2 * 16
-        rt._keeper.unpark()
+        holds.give_back()
+        holds.serve()
         thread.join(30)
         ticket.result(20)
         rt.synchronize(20)
@@ -171,7 +173,8 @@ def test_a_thousand_chains_of_five_are_a_thousand_runs(arrays: Any) -> None:
     from gpuos_numba.descriptor import TASK, Flag
 
     with Runtime("cpu", capacity=8192) as rt:
-        rt._keeper.park()
+        holds = rt._keeper.holds()
+        holds.take()
         slots = [np.zeros(64, F32) for _ in range(1000)]
         rt.submit_batch(rt.batch("add", [((x, 1.0), x) for x in slots for _ in range(5)]))
         ring = rt._machine.arrays.ring.view(TASK)[:5000]
@@ -180,7 +183,8 @@ def test_a_thousand_chains_of_five_are_a_thousand_runs(arrays: Any) -> None:
         inner = [i for i in range(4999) if i % 5 != 4 and (i + 1) % 256]
         assert linked[inner].all() and not linked[4::5].any()
         assert [i for i in range(5000) if waiting[i]] == [i for i in range(256, 5000, 256) if i % 5]
-        rt._keeper.unpark()
+        holds.give_back()
+        holds.serve()
         rt.synchronize(30)
         assert all((x == 5).all() for x in slots)
 
@@ -192,7 +196,8 @@ def test_calls_that_follow_each_other_become_runs_where_they_come_together() -> 
     for max_run, count in ((256, 100), (7, 100), (1, 20)):
         with Runtime("cpu", max_run=max_run, capacity=256) as rt:
             rt.nop().wait(20)
-            rt._keeper.park()
+            holds = rt._keeper.holds()
+            holds.take()
             assert rt._machine.wait_exited(10)
             x, y = np.zeros(64, F32), np.zeros(64, F32)
             first = rt.add(x, 1.0, out=x).position
@@ -200,7 +205,8 @@ def test_calls_that_follow_each_other_become_runs_where_they_come_together() -> 
                 rt.add(x, 1.0, out=x)
             for _ in range(3):
                 rt.add(y, x, out=y)
-            rt._keeper.unpark()
+            holds.give_back()
+            holds.serve()
             rt.synchronize(20)
             assert (x == count).all() and (y == 3 * count).all()
             ring = rt._machine.read("device_ring").view(TASK)

@@ -455,7 +455,8 @@ def test_many_producers_each_task_once(machine: str, arrays: Any, capacity: int)
 def test_a_full_ring_refuses_and_forgets_nothing(machine: str) -> None:
     with Runtime(machine, capacity=4) as rt:
         rt.nop().wait(20)
-        rt._keeper.park()  # nobody will serve
+        holds = rt._keeper.holds()
+        holds.take()  # nobody will serve
         assert rt._machine.wait_exited(10)
         tickets = [rt.nop() for _ in range(4)]
         begin = time.monotonic()
@@ -473,7 +474,8 @@ def test_a_full_ring_refuses_and_forgets_nothing(machine: str) -> None:
         assert not tickets[0].done and tickets[0].status is None and "pending" in repr(tickets[0])
         stats = rt.stats()
         assert (stats.submitted, stats.completed, stats.queue_depth, stats.parked) == (5, 1, 4, True)
-        rt._keeper.unpark()
+        holds.give_back()
+        holds.serve()
         for ticket in tickets:
             assert ticket.wait(20).status == Status.OK
         ticket = rt.try_submit("nop")
@@ -483,10 +485,12 @@ def test_a_full_ring_refuses_and_forgets_nothing(machine: str) -> None:
 
 def test_a_batch_larger_than_the_ring_says_how_much_was_sent(machine: str) -> None:
     with Runtime(machine, capacity=4) as rt:
-        rt._keeper.park()
+        holds = rt._keeper.holds()
+        holds.take()
         with pytest.raises(QueueFull, match="4 of 10"):
             rt.submit_batch(rt.batch("nop", [((), None)] * 10), timeout_s=0.05)
-        rt._keeper.unpark()
+        holds.give_back()
+        holds.serve()
         rt.synchronize(20)
         assert rt.stats().completed == 4
 

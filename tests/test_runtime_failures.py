@@ -206,7 +206,8 @@ def test_ctrl_c_in_a_wait(what: str) -> None:
 def _interrupt(what: str) -> None:
     with Runtime("cpu", capacity=4) as rt:
         rt.nop().wait(20)
-        rt._keeper.park()
+        holds = rt._keeper.holds()
+        holds.take()
         assert rt._machine.wait_exited(10)
         ticket = rt.nop()
         if what.startswith("submit"):
@@ -229,7 +230,8 @@ def _interrupt(what: str) -> None:
                 rt.nop()
         assert time.monotonic() - sent[0] < 0.5
         timer.join()
-        rt._keeper.unpark()
+        holds.give_back()
+        holds.serve()
         ticket.wait(20)
         x = f32(2)
         assert rt.add(x, x).result(timeout_s=20)[0] == 2
@@ -363,7 +365,8 @@ def test_an_idle_runtime_uses_next_to_nothing(cpu: Runtime) -> None:
 def test_a_hang_raises_with_a_dump_and_a_forced_close_ends_it() -> None:
     rt = Runtime("cpu", deadline_s=0.3, start_position=1000)
     rt.nop().wait(20)
-    rt._keeper.park()
+    holds = rt._keeper.holds()
+    holds.take()
     assert rt._machine.wait_exited(10)
     x = f32(2)
     tickets = [rt.add(x, x, out=x) for _ in range(3)]

@@ -11,11 +11,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from ..config import Config
 from ..descriptor import MASK_64
 from ..machines.base import Machine
+from .holds import Holds, Registry
+
+EXECUTORS: Final = Registry()
+"""Those of this process on GPUs."""
 
 TICK_S = 0.005
 """The keeper's period where no lease asks for a shorter one. The pump gives a silent host 2 s."""
@@ -25,25 +29,6 @@ ASLEEP_TICKS = 50
 """While the executor is parked the keeper comes back after so many ticks, for who looks at the board."""
 
 
-class Deciding:
-    """The lock on launches. A Ctrl-C may come between any two steps of Python: what it leaves locked, the
-    same thread takes again.
-    """
-
-    def __init__(self, host: Any, address: int) -> None:
-        self._host, self._address, self._me = host, address, threading.get_ident()
-
-    def __enter__(self) -> None:
-        try:
-            self._host.lock_launches(self._address, self._me)
-        except BaseException:
-            self._host.unlock_launches(self._address, self._me)
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._host.unlock_launches(self._address, self._me)
-
-
 class Keeper:
     """Launches of one executor."""
 
@@ -51,6 +36,7 @@ class Keeper:
         self._machine, self._host = machine, host
         self._control, self._state = machine.arrays.control, machine.arrays.state
         self._words, self._address = machine.arrays.words, machine.arrays.address
+        self.address, self.device = self._address, machine.device
         # Views of single words: looking a field up by name takes longer than reading it.
         self._enqueued, self._claimed = self._words["enqueued"], self._words["claimed"]
         self._parked, self._ingested = self._state["parked"], self._state["ingested"]
@@ -70,6 +56,12 @@ class Keeper:
         self._tidy = weakref.WeakMethod(tidy) if hasattr(tidy, "__self__") else (lambda: tidy)
         self._thread = threading.Thread(target=self._keep, name="gpuos-keeper", daemon=True)
         self._thread.start()
+        if machine.loads_parked:
+            EXECUTORS.add(self)
+
+    @property
+    def closing(self) -> bool:
+        return bool(self._closing[0])
 
     @property
     def launches(self) -> int:
@@ -85,10 +77,6 @@ class Keeper:
         """Parked before a task that waits for a stream: a launch could do nothing."""
         return self.parked and not self._host.nobody_serves(self._address)
 
-    def deciding(self) -> Deciding:
-        """Launches are this thread's to decide; never held by who waits for tasks."""
-        return Deciding(self._host, self._address)
-
     def _unserved(self) -> bool:
         return int(self._claimed[0]) != int(self._ingested[0])
 
@@ -99,12 +87,15 @@ class Keeper:
     def _allowed(self) -> bool:
         return not self._holds[0] and not self._closing[0]
 
+    # Who decides of launches holds the lock on them, and waits for no task. To take it and to give it back is
+    # one compiled call each, the latter the first in a `finally`: no Ctrl-C comes between.
+
     def ensure_served(self) -> None:
         """Launch if nobody serves. Raises MachineError where the launch fails."""
         if not self.parked:
             return
         me = threading.get_ident()
-        try:  # and no `with`: a Ctrl-C may come as `__exit__` begins, and here is where most time is spent
+        try:
             self._host.lock_launches(self._address, me)
             if self._allowed() and self.parked and not self.withheld:
                 self._launch()
@@ -117,46 +108,61 @@ class Keeper:
         narrow = quiet < most and self._host.backlog(self._address, 2 * quiet) <= 2 * quiet
         # A narrow launch parks early when work piles up; whoever notices launches again, wide.
         self._control["widen_at"] = 4 * quiet if narrow else 0
-        # Counted before it runs: a launch that parks before it is counted would look like one still to come.
-        self._enqueued += 1
         try:
             self._machine.launch(quiet if narrow else most)
-        except BaseException as error:
-            self._enqueued -= 1
+        except Exception as error:
             self.error = error
             raise
 
-    def park(self) -> None:
-        """Ask every launch to leave and launch no more until `unpark`. Returns at once."""
-        with self.deciding():
-            self._holds += 1
-            self._control["park_request"] = self.launches
+    def holds(self, everyone: bool = False) -> Holds:
+        """Holds of this executor; of every one of this process on its GPU."""
+        return Holds({self, *EXECUTORS.of(self.device)} if everyone else (self,))
 
-    def unpark(self) -> None:
-        with self.deciding():
-            self._holds -= 1
+    def wait_left(self, timeout_s: float) -> bool:
+        """Whether every launch has left."""
+        return self._machine.wait_exited(timeout_s)
+
+    def serve_again(self) -> None:
+        """Launch if there is work and nobody serves."""
         if self._unserved():
             self.ensure_served()
 
-    def hand_over(self) -> None:
-        """Have every launch leave that was queued before. One that is queued here follows on the device, so
-        that nobody waits for the host. Under `deciding`."""
-        before = self.launches
-        if self._allowed() and not self.parked and not self._is_watched():
-            self._launch()
-        self._control["park_request"] = before
+    def hand_over(self, swap: bool = False) -> None:
+        """Have every launch leave that was queued before; swap: for the standby generation.
+
+        One that is queued here follows on the device, so that nobody waits for the host.
+        """
+        me = threading.get_ident()
+        try:
+            self._host.lock_launches(self._address, me)
+            if swap:
+                self._machine.swap()
+            if not swap or self._machine.loads_parked:
+                before = self.launches
+                try:
+                    if self._allowed() and not self.parked and not self._is_watched():
+                        self._launch()
+                finally:
+                    self._control["park_request"] = before
+        finally:
+            self._host.unlock_launches(self._address, me)
 
     def stop(self) -> bool:
         """End the keeper thread and launch no more. Returns whether it has ended."""
-        with self.deciding():
+        me = threading.get_ident()
+        try:
+            self._host.lock_launches(self._address, me)
             self._closing[0] = 1
             self._control["park_request"] = self.launches
+        finally:
+            self._host.unlock_launches(self._address, me)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
         return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def _keep(self) -> None:
-        claimed = -1
+        claimed, me = -1, threading.get_ident()
+        self._machine.start()
         while True:
             self._host.doze(self._address, self._tick_us, ASLEEP_TICKS)
             if self._closing[0]:
@@ -171,14 +177,19 @@ class Keeper:
                 if self.parked:
                     if self._unserved():
                         self.ensure_served()
-                elif (
+                    continue
+                self._machine.nudge()
+                if (
                     self._leased
                     and claimed != before
                     and self._state["begun"][0] == self.launches
                     and not self._is_watched()  # a spare would begin where the next task is withheld
                 ):
-                    with self.deciding():
+                    try:
+                        self._host.lock_launches(self._address, me)
                         if self._allowed():
                             self._launch()  # the spare: begins when the lease that runs is over
+                    finally:
+                        self._host.unlock_launches(self._address, me)
             except Exception as error:
                 self.error = error

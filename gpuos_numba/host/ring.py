@@ -225,6 +225,41 @@ def make_backlog(m: HostPrimitives) -> Body:
 
 
 @cache
+def make_launch(m: HostPrimitives) -> Body:
+    """`launch(host, workers) -> CUresult`: count a launch and make it. Under the launch lock.
+
+    One call, so that no Ctrl-C comes between the two.
+    """
+    u64 = m.u64
+    load_u64, store_release_sys, call_launch = m.load_u64, m.store_release_sys, m.call_launch
+    WORDS, LAUNCH = u64(field(HOST_CONTEXT, "words")), u64(field(HOST_CONTEXT, "launch"))
+    ENQUEUED = u64(field(HOST_WORDS, "enqueued"))
+    CALL, KERNEL = u64(field(HOST_LAUNCH, "call")), u64(field(HOST_LAUNCH, "kernel"))
+    STREAM, ARGUMENTS = u64(field(HOST_LAUNCH, "stream")), u64(field(HOST_LAUNCH, "arguments"))
+    THREADS = u64(field(HOST_LAUNCH, "threads"))
+    ZERO, ONE = u64(0), u64(1)
+
+    def launch(host: Any, workers: Any) -> Any:
+        words, how = load_u64(host + WORDS), load_u64(host + LAUNCH)
+        # Counted before it runs: a launch that parks before it is counted would look like one to come.
+        enqueued = load_u64(words + ENQUEUED)
+        store_release_sys(words + ENQUEUED, enqueued + ONE)
+        error = call_launch(
+            load_u64(how + CALL),
+            load_u64(how + KERNEL),
+            workers + ONE,
+            load_u64(how + THREADS),
+            load_u64(how + STREAM),
+            load_u64(how + ARGUMENTS),
+        )
+        if error != ZERO:
+            store_release_sys(words + ENQUEUED, enqueued)
+        return error
+
+    return m.device(launch)
+
+
+@cache
 def make_relaunch(m: HostPrimitives) -> Body:
     """`relaunch(host) -> 0`, or 1 where Python must launch: see that somebody serves, if that is allowed.
 
@@ -234,15 +269,11 @@ def make_relaunch(m: HostPrimitives) -> Body:
     u64 = m.u64
     nobody_serves, unlock_launches = make_nobody_serves(m), make_unlock_launches(m)
     backlog = make_backlog(m)
-    load_u64, load_acquire_sys, store_release_sys = m.load_u64, m.load_acquire_sys, m.store_release_sys
-    store_relaxed_sys, compare_and_swap, call_launch = m.store_relaxed_sys, m.compare_and_swap, m.call_launch
-    WORDS = u64(field(HOST_CONTEXT, "words"))
+    make_it, load_u64, load_acquire_sys = make_launch(m), m.load_u64, m.load_acquire_sys
+    store_relaxed_sys, compare_and_swap = m.store_relaxed_sys, m.compare_and_swap
     LAUNCH, CONTROL = u64(field(HOST_CONTEXT, "launch")), u64(field(HOST_CONTEXT, "control"))
-    ENQUEUED, WIDEN_AT = u64(field(HOST_WORDS, "enqueued")), u64(field(HOST_CONTROL, "widen_at"))
+    WIDEN_AT, CALL = u64(field(HOST_CONTROL, "widen_at")), u64(field(HOST_LAUNCH, "call"))
     HOLDS, CLOSING = u64(field(HOST_LAUNCH, "holds")), u64(field(HOST_LAUNCH, "closing"))
-    CALL, KERNEL = u64(field(HOST_LAUNCH, "call")), u64(field(HOST_LAUNCH, "kernel"))
-    STREAM, ARGUMENTS = u64(field(HOST_LAUNCH, "stream")), u64(field(HOST_LAUNCH, "arguments"))
-    THREADS = u64(field(HOST_LAUNCH, "threads"))
     QUIET, MOST = u64(field(HOST_LAUNCH, "quiet")), u64(field(HOST_LAUNCH, "most"))
     ZERO, ONE, TWO, FOUR = u64(0), u64(1), u64(2), u64(4)
 
@@ -261,7 +292,6 @@ def make_relaunch(m: HostPrimitives) -> Body:
         held = load_u64(launch + HOLDS)
         closing = load_u64(launch + CLOSING)
         if held == ZERO and closing == ZERO and nobody_serves(host) != ZERO:
-            words = load_u64(host + WORDS)
             quiet = load_u64(launch + QUIET)
             workers = load_u64(launch + MOST)
             widen_at = ZERO
@@ -270,19 +300,7 @@ def make_relaunch(m: HostPrimitives) -> Body:
                 widen_at = quiet * FOUR
             # A narrow launch parks early when work piles up; whoever notices launches again, wide.
             store_relaxed_sys(load_u64(host + CONTROL) + WIDEN_AT, widen_at)
-            # Counted before it runs: a launch that parks before it is counted would look like one to come.
-            enqueued = load_u64(words + ENQUEUED)
-            store_release_sys(words + ENQUEUED, enqueued + ONE)
-            error = call_launch(
-                load_u64(launch + CALL),
-                load_u64(launch + KERNEL),
-                workers + ONE,
-                load_u64(launch + THREADS),
-                load_u64(launch + STREAM),
-                load_u64(launch + ARGUMENTS),
-            )
-            if error != ZERO:  # this thread has not used CUDA yet, or what Python will say
-                store_release_sys(words + ENQUEUED, enqueued)
+            if make_it(host, workers) != ZERO:  # this thread has not used CUDA yet, or what Python will say
                 answer = ONE
         unlock_launches(host, ONE)
         return answer
@@ -854,6 +872,7 @@ def compiled() -> SimpleNamespace:
         "unlock_launches": (make_unlock_launches, types.void(u64, u64)),
         "backlog": (make_backlog, u64(u64, u64)),
         "doze": (make_doze, types.void(u64, u64, u64)),
+        "launch": (make_launch, u64(u64, u64)),
         "relaunch": (make_relaunch, u64(u64)),
         "retire": (make_retire, types.void(u64)),
         "status_of": (make_status_of, u64(u64, u64)),

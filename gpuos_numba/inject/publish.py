@@ -292,16 +292,20 @@ class Publisher:
                 time.sleep(0.001)
             begin = time.perf_counter()
             idle = self._keeper.parked
-            self._keeper.park()
+            holds = self._keeper.holds(everyone=True)
             try:
-                if not self._machine.wait_exited(PARK_S):
-                    raise MachineError(f"the executor did not park within {PARK_S} s: a task runs too long")
+                holds.take()
+                if not holds.wait(PARK_S):
+                    raise MachineError(
+                        f"the executors of this process did not park within {PARK_S} s: a task runs too long"
+                    )
                 timings_s["park"] = time.perf_counter() - begin
                 self._machine.load(opened)
                 while self._machine.unused > (0 if idle else UNUSED):
                     self._machine.discard()
             finally:
-                self._keeper.unpark()
+                holds.give_back()
+            holds.serve()
         self.loads += 1
         timings_s["load"] = time.perf_counter() - begin
 
@@ -338,11 +342,9 @@ class Publisher:
         self._swap_back()
 
     def _swap_back(self) -> None:
-        with self._installing, self._keeper.deciding():
+        with self._installing:
             if not self._closed:
-                self._machine.swap()
-                if self._machine.loads_parked:
-                    self._keeper.hand_over()
+                self._keeper.hand_over(swap=True)
 
 
 def _keep_publishing(publisher: weakref.ref[Publisher]) -> None:

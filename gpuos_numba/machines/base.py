@@ -166,6 +166,7 @@ class Machine(Protocol):
 
     name: str
     """ "cpu" or "cuda"."""
+    device: int
     device_name: str
     max_workers: int
     quiet_workers: int
@@ -220,8 +221,18 @@ class Machine(Protocol):
         Under the launch lock, as `load` is while launches are held.
         """
 
+    def start(self) -> None:
+        """Once, from the keeper's thread, where no Ctrl-C comes: what the machine does in Python threads."""
+
     def launch(self, workers: int) -> None:
-        """Queue a launch behind those before it. Returns at once unless the driver is busy freeing memory."""
+        """Count a launch in `enqueued` and queue it behind those before it. Under the launch lock.
+
+        Returns at once unless the driver is busy freeing memory. Raises MachineError, and then it is not
+        counted. A Ctrl-C leaves a launch that is counted and will run, or one that is neither.
+        """
+
+    def nudge(self) -> None:
+        """From the keeper's thread, now and then while a launch runs or should: see that it does."""
 
     def adopt_thread(self) -> None:
         """The calling thread is the Runtime's own and will launch: make it ready."""

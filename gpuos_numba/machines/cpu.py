@@ -1,11 +1,12 @@
 """The CPU machine: the same bodies on OS threads, one a block. It really runs; nothing is simulated.
 
-Threads start with the first launch, run blocks without the GIL, and sleep between launches. Launches follow
-each other as kernels in a CUDA stream do: the next begins when the last block of this one has left.
+Threads run blocks without the GIL, and sleep between launches. Launches follow each other as kernels in a
+CUDA stream do: the next begins when the last block of this one has left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import struct
@@ -13,11 +14,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,6 +34,9 @@ NO_STREAMS = (
     "the CPU machine has no CUDA streams, and its tasks see all that the host wrote before: leave the call "
     'out, or use Runtime(machine="cuda")'
 )
+
+_QUEUED: Final = 64
+"""Launches that may be queued; there is one that runs, and at most one or two behind it."""
 
 
 @cache
@@ -144,6 +147,7 @@ class CpuMachine:
         self._loaded: weakref.WeakValueDictionary[str, _Loaded] = weakref.WeakValueDictionary()
         self._active: dict[int, _Loaded] = {}
         self._standby: dict[int, _Loaded] = {}
+        self.device = 0
         self.device_name = platform.processor() or platform.machine()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.max_workers = config.workers or max(1, cores - 1)
@@ -165,8 +169,12 @@ class CpuMachine:
         self._context = addresses["context"]
         self.tables_address = addresses["tables"]
         self._scratch = [areas.aligned_bytes(SCRATCH_BYTES) for _ in range(self.max_workers + 1)]
-        self._changed = threading.Condition()
-        self._launches: deque[int] = deque()  # workers of the launches that have not ended; [0] runs
+        self._enqueued = self.arrays.words["enqueued"]
+        self._widths = np.zeros(_QUEUED, np.uint64)  # workers of each launch that has not ended
+        # Who launches may be interrupted between any two steps, so no Condition: a lock for each block, which
+        # waits while nobody has released it.
+        self._bells = [threading.Lock() for _ in range(self.max_workers + 1)]
+        self._leaving = threading.Lock()
         self._ended = 0  # launches that have
         self._left = 0  # blocks that have left the running launch
         self._trace = areas.aligned_bytes(0)
@@ -221,50 +229,58 @@ class CpuMachine:
         for op_id, body in self._active.items():
             self.arrays.table[op_id] = body.address
 
+    def start(self) -> None:
+        for number in range(self.max_workers + 1):
+            thread = threading.Thread(
+                target=self._serve, args=(number,), name=f"gpuos-block-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
     def launch(self, workers: int) -> None:
-        with self._changed:
-            self._launches.append(workers)
-            if not self._threads:
-                for number in range(self.max_workers + 1):
-                    thread = threading.Thread(
-                        target=self._serve, args=(number,), name=f"gpuos-block-{number}", daemon=True
-                    )
-                    self._threads.append(thread)
-                    thread.start()
-            self._changed.notify_all()
+        enqueued = self._enqueued
+        number = int(enqueued[0])
+        if number - self._ended >= _QUEUED:
+            raise MachineError(f"{_QUEUED} launches are queued already")
+        self._widths[number % _QUEUED] = workers
+        enqueued += 1  # from here on it will run
+        self.nudge()
+
+    def nudge(self) -> None:
+        for bell in self._bells:
+            with contextlib.suppress(RuntimeError):  # it is released already
+                bell.release()
 
     def _serve(self, number: int) -> None:
-        scratch = int(self._scratch[number].ctypes.data)
+        scratch, bell = int(self._scratch[number].ctypes.data), self._bells[number]
         launch = 0
         while True:
-            with self._changed:
-                while not self._closed and not (self._launches and self._ended == launch):
-                    self._changed.wait()
-                if self._closed:
-                    return
-                workers = self._launches[0]
+            while not self._closed and (self._ended != launch or int(self._enqueued[0]) == launch):
+                bell.acquire()
+            if self._closed:
+                return
+            workers = int(self._widths[launch % _QUEUED])
             if number <= workers:
                 self._code.block(self._context, number, workers, scratch)
-            with self._changed:
-                self._left += 1
-                if self._left == self.max_workers + 1:
-                    self._left = 0
-                    self._ended += 1
-                    self._launches.popleft()
-                    self._changed.notify_all()
             launch += 1
+            with self._leaving:
+                self._left += 1
+                last = self._left > self.max_workers
+                if last:
+                    self._left, self._ended = 0, launch
+            if last:
+                self.nudge()
 
     def adopt_thread(self) -> None:
         """Every thread is."""
 
     def wait_exited(self, timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
-        with self._changed:
-            while self._launches:
-                left = until - time.monotonic()
-                if left <= 0 or not self._changed.wait(min(left, 0.1)):
-                    if until <= time.monotonic():
-                        return False
+        until, pause_s = time.monotonic() + timeout_s, 20e-6
+        while self._ended != int(self._enqueued[0]):
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
         return True
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
@@ -313,9 +329,8 @@ class CpuMachine:
         raise MachineError(NO_STREAMS)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self.nudge()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=1.0)

@@ -8,6 +8,7 @@ wait for the executor.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 import weakref
@@ -20,7 +21,7 @@ import numpy as np
 
 from ..config import Config
 from ..errors import MachineError
-from ..host import query
+from ..host import query, ring
 from ..host.arrays import ArrayView, view_cuda
 from ..host.streams import BUSY, CAPTURING, IDLE
 from ..protocol import CONTEXT, field
@@ -72,13 +73,6 @@ def _check(result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
-def _free_host(driver: Any, context: Any, pinned: int, device: Any) -> None:
-    driver.cuCtxPushCurrent(context)
-    driver.cuMemFreeHost(pinned)
-    driver.cuCtxPopCurrent()
-    driver.cuDevicePrimaryCtxRelease(device)
-
-
 def _free_device(driver: Any, context: Any, pointer: int) -> None:
     if int(driver.cuCtxPushCurrent(context)[0]) != 0:
         return  # the context is gone, and its memory with it
@@ -93,11 +87,82 @@ class _Generation:
     Attributes:
         library: once it was handed over.
         function: once it can be launched.
+        shared: the process's, and never unloaded.
     """
 
     cubin: bytes
     library: Any = None
     function: ctypes.c_void_p | None = None
+    shared: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Bus:
+    """What a Runtime has that its executor, its tickets and other Runtimes' waits look at: pinned memory, the
+    executor's stream, and one for copies.
+
+    Attributes:
+        free: the executor has left for good.
+    """
+
+    size: int
+    pinned: int
+    stream: Any
+    copies: Any
+    free: bool = False
+
+
+class _Gpu:
+    """What the Runtimes of this process share of one GPU.
+
+    To unload a library or to free pinned memory waits until nothing runs on the GPU: for ever, where another
+    Runtime's executor has no lease; and the garbage collector, which may bring the last ticket of a closed
+    Runtime, comes anywhere. So what was used is used again, and unloaded while every executor is parked.
+
+    Attributes:
+        context: the primary context, retained until the process ends.
+        executors: the built-in generation by threads of a block.
+        spare: what closed Runtimes had.
+        retired: libraries that nobody launches any more.
+        open: which machines are not closed, by id.
+    """
+
+    def __init__(self, driver: Any, handle: Any) -> None:
+        self.context = _check(driver.cuDevicePrimaryCtxRetain(handle))
+        self.executors: dict[int, _Generation] = {}
+        self.spare: list[_Bus] = []
+        self.retired: list[Any] = []
+        self.open: set[int] = set()
+
+    def bus(self, size: int) -> _Bus | None:
+        """A spare one of that size. Nobody else has it: one `pop` decides."""
+        for _ in range(len(self.spare)):
+            try:
+                bus = self.spare.pop(0)
+            except IndexError:
+                break
+            if bus.size == size:
+                bus.free = False
+                return bus
+            self.spare.append(bus)
+        return None
+
+
+_GPUS: dict[int, _Gpu] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_GPUS.clear)
+
+
+def loads_on(device: int, config: Config) -> bool:
+    """Whether a machine that is made now has to load its executor, for which nothing may run on the GPU."""
+    gpu = _GPUS.get(device)
+    return gpu is None or config.threads not in gpu.executors
+
+
+def _put_back(gpu: _Gpu, bus: _Bus) -> None:
+    """Nobody looks at it any more. From the garbage collector: no call of the driver."""
+    if bus.free:  # else its executor is stuck, and may still write
+        gpu.spare.append(bus)
 
 
 class DeviceBytes:
@@ -153,7 +218,8 @@ class CudaMachine:
         from . import cuda_compile
 
         generation = cuda_compile.build(self._capability, config.threads)
-        self._context_handle = _check(driver.cuDevicePrimaryCtxRetain(handle))
+        gpu = self._gpu = _GPUS.get(device) or _GPUS.setdefault(device, _Gpu(driver, handle))
+        self._context_handle = gpu.context
         with self._current():
             self._allocate(config)
             self._bind()
@@ -161,11 +227,14 @@ class CudaMachine:
             self._lazy = _check(driver.cuModuleGetLoadingMode()) == loading
             self._standby: _Generation | None = None
             self._unused: list[_Generation] = []  # neither active nor standby, the oldest first
-            self._activate(self._ready(_Generation(generation.cubin)))
+            executor = gpu.executors.get(config.threads)
+            if executor is None:
+                executor = self._ready(_Generation(generation.cubin, shared=True))
+                gpu.executors[config.threads] = executor
+            self._activate(executor)
+        gpu.open.add(id(self))
         # Tickets and stats read the done words after close(): they go with the last who can ask.
-        finalizer = weakref.finalize(
-            self, _free_host, driver, self._context_handle, self._pinned, self._handle
-        )
+        finalizer = weakref.finalize(self, _put_back, gpu, self._bus)
         finalizer.atexit = False
 
     @contextmanager
@@ -179,19 +248,17 @@ class CudaMachine:
 
     def _allocate(self, config: Config) -> None:
         driver, capacity, start = self._driver, config.capacity, config.start_position
-        # The first in line for a multiprocessor that a big kernel's block has left.
-        _, highest = _check(driver.cuCtxGetStreamPriorityRange())
-        self._stream = _check(driver.cuStreamCreateWithPriority(NON_BLOCKING, highest))
-        self._copies = _check(driver.cuStreamCreate(NON_BLOCKING))
         bus_offsets, bus_size = areas.carve(areas.bus_sizes(capacity))
-        self._pinned = int(_check(driver.cuMemHostAlloc(bus_size, MAPPED_PORTABLE)))
+        self._bus = self._gpu.bus(bus_size) or self._new_bus(bus_size)
+        self._stream, self._copies, self._pinned = self._bus.stream, self._bus.copies, self._bus.pinned
         ctypes.memset(self._pinned, 0, bus_size)
         bus = np.ctypeslib.as_array(ctypes.cast(self._pinned, ctypes.POINTER(ctypes.c_uint8)), (bus_size,))
         bus_base = self._bus_base = int(_check(driver.cuMemHostGetDevicePointer(self._pinned, 0)))
         self.arrays = areas.HostArrays(bus, capacity, start, config.max_run)
         self._sizes = areas.device_sizes(capacity, self.max_workers)
         self._offsets, device_size = areas.carve(self._sizes)
-        self._memory = int(_check(driver.cuMemAlloc(device_size)))
+        # From a pool: cuMemFree would wait until every executor has left.
+        self._memory = int(_check(driver.cuMemAllocAsync(device_size, self._stream)))
         addresses = {name: self._memory + at for name, at in self._offsets.items()}
         addresses |= {name: bus_base + at for name, at in bus_offsets.items()}
         self.tables_address = addresses["tables"]
@@ -207,18 +274,18 @@ class CudaMachine:
         self._argument = ctypes.c_uint64(addresses["context"])
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
 
+    def _new_bus(self, size: int) -> _Bus:
+        driver = self._driver
+        # The first in line for a multiprocessor that a big kernel's block has left.
+        _, highest = _check(driver.cuCtxGetStreamPriorityRange())
+        stream = _check(driver.cuStreamCreateWithPriority(NON_BLOCKING, highest))
+        copies = _check(driver.cuStreamCreate(NON_BLOCKING))
+        return _Bus(size, int(_check(driver.cuMemHostAlloc(size, MAPPED_PORTABLE))), stream, copies)
+
     def _bind(self) -> None:
-        """What launches through ctypes need."""
+        """What compiled launches and queries need."""
         self._stream_handle = ctypes.c_void_p(int(self._stream))
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        self._launch_kernel = library.cuLaunchKernel
-        self._launch_kernel.argtypes = [
-            ctypes.c_void_p,
-            *[ctypes.c_uint] * 7,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        ]
         record = self.arrays.launch
         record["stream"], record["arguments"] = int(self._stream), ctypes.addressof(self._arguments)
         record["threads"] = self.threads
@@ -283,14 +350,22 @@ class CudaMachine:
 
     @property
     def unused(self) -> int:
-        return len(self._unused)
+        return len(self._gpu.retired) + len(self._unused)
 
     def discard(self) -> None:
         # Unloading waits for the device, as loading does.
-        generation = self._unused.pop(0)
-        if generation.library is not None:
-            with self._current():
-                self._driver.cuLibraryUnload(generation.library)  # an error: it stays, and nobody needs it
+        if self._unused:
+            self._retire(self._unused.pop(0))
+        try:
+            library = self._gpu.retired.pop(0)
+        except IndexError:
+            return
+        with self._current():
+            self._driver.cuLibraryUnload(library)  # an error: it stays, and nobody needs it
+
+    def _retire(self, generation: _Generation | None) -> None:
+        if generation is not None and generation.library is not None and not generation.shared:
+            self._gpu.retired.append(generation.library)
 
     def swap(self) -> None:
         if self._standby is None:
@@ -298,16 +373,20 @@ class CudaMachine:
         standby, self._standby = self._standby, self._active
         self._activate(standby)
 
+    def start(self) -> None:
+        """The GPU needs no threads."""
+
     def launch(self, workers: int) -> None:
-        # Straight through ctypes: cuda-python's packing of arguments takes several microseconds.
-        grid, block = (workers + 1, 1, 1), (self.threads, 1, 1)
-        arguments = (self._active.function, *grid, *block, 0, self._stream_handle, self._arguments, None)
-        error = self._launch_kernel(*arguments)
+        launch, address = ring.compiled().launch, self.arrays.address
+        error = launch(address, workers)
         if error == query.INVALID_CONTEXT:  # this thread has not used CUDA yet
             with self._current():
-                error = self._launch_kernel(*arguments)
+                error = launch(address, workers)
         if error != 0:
             raise MachineError(f"the CUDA driver refused the executor's launch with error {error}")
+
+    def nudge(self) -> None:
+        """The driver knows of every launch that was counted."""
 
     def adopt_thread(self) -> None:
         _check(self._driver.cuCtxPushCurrent(self._context_handle))
@@ -440,11 +519,12 @@ class CudaMachine:
         return self._bus_base + (word - self._pinned)
 
     def close(self) -> None:
-        driver = self._driver
+        self._gpu.open.discard(id(self))
         with self._current():
             for generation in (self._active, self._standby, *self._unused):
-                if generation is not None and generation.library is not None:
-                    _check(driver.cuLibraryUnload(generation.library))
-            _check(driver.cuMemFree(self._memory))
-            _check(driver.cuStreamDestroy(self._stream))
-            _check(driver.cuStreamDestroy(self._copies))
+                self._retire(generation)
+            self._standby, self._unused = None, []
+            while self._gpu.retired and not self._gpu.open:  # nothing of this process can run
+                self.discard()
+            _check(self._driver.cuMemFreeAsync(self._memory, self._stream))
+        self._bus.free = True

@@ -52,6 +52,7 @@ def make_machine(lazy: bool = True) -> Any:
     machine: Any = CudaMachine.__new__(CudaMachine)
     machine._driver, machine._context_handle, machine._lazy = StandIn(), 0, lazy
     machine._standby, machine._unused = None, []
+    machine._gpu = SimpleNamespace(retired=[], open={id(machine)})
     machine.arrays = SimpleNamespace(launch={})
     machine._activate(machine._ready(_Generation(b"the first")))
     machine._driver.took()

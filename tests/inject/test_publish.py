@@ -367,16 +367,16 @@ def test_generations_are_swapped_with_the_next_launch_behind_the_running_one(mac
         assert values(rt.add(x, x))[0] == 2
         for _ in range(20):
             before = rt._keeper.launches
-            with rt._keeper.deciding():
-                rt._keeper.hand_over()
+            rt._keeper.hand_over()
             assert rt._keeper.launches == before + 1 and not rt._keeper.parked
             assert values(rt.add(x, x))[0] == 2
         assert int(rt._machine.arrays.state["parked"][0]) >= before
-        rt._keeper.park()
-        with rt._keeper.deciding():
-            rt._keeper.hand_over()  # launches are held back
+        holds = rt._keeper.holds()
+        holds.take()
+        rt._keeper.hand_over()  # launches are held back
         assert rt._keeper.launches == before + 1
-        rt._keeper.unpark()
+        holds.give_back()
+        holds.serve()
         assert values(rt.add(x, x))[0] == 2
 
 
