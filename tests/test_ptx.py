@@ -273,6 +273,18 @@ def test_div_rounds_as_numpy_does() -> None:
     assert divisions == {"div.rn.f32"}
 
 
+def test_quotients_of_four_lanes_are_tested_once(ptx: dict[str, str]) -> None:
+    for symbol in (WORKER, "gpuos_plain"):
+        assert "rcp.approx.ftz.f32" in ptx[symbol] and "div.rn.f32" in ptx[symbol], symbol
+    sigmoid = alone("sigmoid")
+    assert "rcp.approx.ftz.f32" in sigmoid and not re.search(r"\bdiv\.\S*f32", sigmoid)
+
+
+def test_a_chain_tells_the_assembler_what_is_one_value(ptx: dict[str, str]) -> None:
+    # The flags of the first task and of the next: in chains of f32, of two vectors a thread, and of halves.
+    assert ptx[WORKER].count("shfl.sync.idx.b32") == 2 * 3
+
+
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "relu"])
 def test_no_operator_fuses_or_flushes(name: str) -> None:
     assert not re.search(r"\bfma\.|\.ftz\b|\.approx\b", alone(name))

@@ -139,6 +139,7 @@ class Block:
             thread_index=lambda: u64(self.thread),
             block_width=lambda: u64(self.width),
             barrier=lambda: wait("barrier"),
+            uniform=lambda value: value,  # no wait: it holds back nobody but its warp
             ballot=lambda vote: wait("ballot", vote),
             load_task_u64=load(u64),
             load_task_u32=load(np.uint32),

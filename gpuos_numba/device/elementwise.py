@@ -48,6 +48,7 @@ class Entry:
     make: Factory
     long: bool = False  # much code
     divides: bool = False  # y == 0 is an error
+    make4: Factory | None = None  # of `function(x, y)` on four lanes, where that beats four times one
 
 
 # --- contiguous operands of one float dtype ---
@@ -591,7 +592,7 @@ def _make_typed(
 def make_tree(m: Primitives, entries: Sequence[Entry], lanes: int) -> Body:
     """`pick(op, x, y, z, p, q)`: the function of `op` over 1, 4 or 8 lanes."""
     if len(entries) == 1:
-        return _make_lanes(m, _make_leaf(m, entries[0].make), lanes)
+        return _make_lanes(m, _make_leaf(m, entries[0].make), lanes, entries[0].make4)
     middle = len(entries) // 2
     lower, upper = make_tree(m, entries[:middle], lanes), make_tree(m, entries[middle:], lanes)
     MIDDLE = np.uint32(entries[middle].op_id)
@@ -613,10 +614,12 @@ def _make_leaf(m: Primitives, make: Factory) -> Body:
     return m.device(leaf)
 
 
-def _make_lanes(m: Primitives, function: Body, lanes: int) -> Body:
+def _make_lanes(m: Primitives, function: Body, lanes: int, make4: Factory | None = None) -> Body:
     """`function(op, x, y, z, p, q)` over tuples of lanes."""
     if lanes == 1:
         return function
+    if make4 is not None:
+        return _make_fours(m, m.device(make4(m)), lanes)
     if lanes == 4:
 
         def each4(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
@@ -642,3 +645,17 @@ def _make_lanes(m: Primitives, function: Body, lanes: int) -> Body:
         )
 
     return m.device(each8)
+
+
+def _make_fours(m: Primitives, four: Body, lanes: int) -> Body:
+    """The same of a function of four lanes of two operands."""
+
+    def each4(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        return four(x, y)
+
+    def each8(op: Any, x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
+        low = four((x[0], x[1], x[2], x[3]), (y[0], y[1], y[2], y[3]))
+        high = four((x[4], x[5], x[6], x[7]), (y[4], y[5], y[6], y[7]))
+        return low + high
+
+    return m.device(each4 if lanes == 4 else each8)

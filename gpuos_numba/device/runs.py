@@ -306,7 +306,7 @@ def _make_chain(m: Primitives, family: Family, wide: bool) -> Body:
     Flags and vectors are 32 bits wide, half the instructions of 64: this loop is nothing but instructions.
     """
     u64, u32, lanes = m.u64, np.uint32, family.lanes
-    thread_index, block_width = m.thread_index, m.block_width
+    thread_index, block_width, uniform = m.thread_index, m.block_width, m.uniform
     load_task_pair, load_pair, store_pair = m.load_task_pair, m.load_pair, m.store_pair
     unpack, pack, half = lanes.unpack, lanes.pack, family.half
     pick = make_tree(m, family.entries, 2 * lanes.count if wide else lanes.count)
@@ -341,7 +341,7 @@ def _make_chain(m: Primitives, family: Family, wide: bool) -> Body:
         at = digests + index * SIZE
         x, y = load_task_pair(at)
         out, code = load_task_pair(at + SIXTEEN)
-        flags, vectors = u32(code & LOW_HALF), u32(code >> HALF)
+        flags, vectors = uniform(u32(code & LOW_HALF)), u32(code >> HALF)
         next_x, next_y = load_task_pair(at + SIZE)
         next_out, next_code = load_task_pair(at + NEXT)
         a = a_2 = b = b_2 = r = r_2 = NO_PAIR
@@ -351,7 +351,7 @@ def _make_chain(m: Primitives, family: Family, wide: bool) -> Body:
             a_2, b_2 = load_pair(x + mine_2), load_pair(y + mine_2)
         while True:
             at += SIZE
-            next_flags, next_vectors = u32(next_code & LOW_HALF), u32(next_code >> HALF)
+            next_flags, next_vectors = uniform(u32(next_code & LOW_HALF)), u32(next_code >> HALF)
             next_a = next_a_2 = next_b = next_b_2 = NO_PAIR
             if next_flags & IS_CHAINED:
                 if not next_flags & X_HELD:
@@ -366,11 +366,11 @@ def _make_chain(m: Primitives, family: Family, wide: bool) -> Body:
                         next_b_2 = load_pair(next_y + mine_2)
             far_x, far_y = load_task_pair(at + SIZE)
             far_out, far_code = load_task_pair(at + NEXT)
+            r, r_2 = apply(flags, a, b, a_2, b_2)
             if thread < vectors:
-                r, r_2 = apply(flags, a, b, a_2, b_2)
                 store_pair(out + mine, r[0], r[1])
-                if wide and thread_2 < vectors:
-                    store_pair(out + mine_2, r_2[0], r_2[1])
+            if wide and thread_2 < vectors:
+                store_pair(out + mine_2, r_2[0], r_2[1])
             if not next_flags & IS_CHAINED:
                 return ((at - digests) >> TO_INDEX) - ONE
             a, a_2, b, b_2 = next_a, next_a_2, next_b, next_b_2
@@ -411,7 +411,7 @@ def _make_run(m: Primitives, family: Family) -> Body:
         while True:
             if flags & IS_FAST == ZERO:
                 run_one(scratch + TASKS + ((first + index) & SLOT) * TASK_SIZE)
-            elif flags & IS_WIDE == ZERO:
+            elif not wide or flags & IS_WIDE == ZERO:  # there is no second copy for halves
                 index = chain(digests, index)
             else:
                 index = wide_chain(digests, index)

@@ -68,9 +68,9 @@ def _inlined(source: dict[str, Any]) -> Any:
 
     namespace: dict[str, Any] = {"__name__": f"gpuos_injected_{source['name']}"}
     exec(compile(source["source"], f"<{source['name']}>", "exec"), namespace)
-    return runs.Inlined(
-        elementwise.Entry(source["op_id"], namespace[f"make_{source['name']}"]), source["arity"]
-    )
+    one, four = f"make_{source['name']}", f"make_{source['name']}_four"
+    entry = elementwise.Entry(source["op_id"], namespace[one], make4=namespace.get(four))
+    return runs.Inlined(entry, source["arity"])
 
 
 def _identity(m: Any) -> Any:

@@ -105,6 +105,42 @@ def show(node: Node, named: Mapping[str, str] | None = None) -> str:
     return FUNCTIONS[node.function].text.format(*(show(operand, named) for operand in node.operands))
 
 
+def show_lanes(expression: Expression, named: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The expression on four lanes at once: (name, text) of each step, the last the result, "value".
+
+    Arguments are tuples. A quotient is a step of its own, `divide4` of two tuples; all else is written four
+    times. Empty where there is no quotient: then nothing is better than four times the whole.
+    """
+    steps: list[tuple[str, str]] = []
+    quotients = 0
+
+    def lane(node: Node, number: int) -> Node:
+        if isinstance(node, Apply):
+            return Apply(node.function, tuple(lane(each, number) for each in node.operands))
+        return Value(f"{node.name}[{number}]") if isinstance(node, Value) else node
+
+    def four(node: Node) -> str:
+        return f"({', '.join(show(lane(node, number), named) for number in range(4))})"
+
+    def lift(node: Node) -> Node:
+        """The node, where the quotients in it are names of steps."""
+        nonlocal quotients
+        if not isinstance(node, Apply):
+            return node
+        node = Apply(node.function, tuple(lift(each) for each in node.operands))
+        if node.function != "div":
+            return node
+        name, (dividend, divisor) = f"d{quotients}", node.operands
+        quotients += 1
+        steps.append((name, f"divide4({four(dividend)}, {four(divisor)})"))
+        return Value(name)
+
+    for name, node in (*expression.steps, ("value", expression.result)):
+        lifted = lift(node)
+        steps.append((name, four(lifted)))
+    return steps if quotients else []
+
+
 def describe(expression: Expression) -> str:
     """The whole in one line, for people: `t0 = (x + 1.0); (t0 * t0)`."""
     return "; ".join(

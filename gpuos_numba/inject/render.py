@@ -19,7 +19,7 @@ from ..descriptor import ABI_VERSION
 from ..device.functions import FUNCTIONS
 from ..machines.base import Body, Primitives
 from ..templates import environment
-from .expression import Apply, Expression, constants, describe, show
+from .expression import Apply, Expression, constants, describe, show, show_lanes
 from .request import ELEMENTWISE, SCHEMA, Request
 
 TEMPLATES: Final[Mapping[str, str]] = {
@@ -52,6 +52,7 @@ class _Function:
     role: str
     steps: list[tuple[str, str]]
     result: str
+    lanes: list[tuple[str, str]]  # the same on four lanes at once, where that is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def render(request: Request) -> Rendered:
 
 def _function(role: str, expression: Expression, named: Mapping[str, str]) -> _Function:
     steps = [(name, show(node, named)) for name, node in expression.steps]
-    return _Function(role, steps, show(expression.result, named))
+    return _Function(role, steps, show(expression.result, named), show_lanes(expression, named))
 
 
 def _symbols(expressions: Any) -> list[str]:

@@ -103,6 +103,7 @@ class Primitives(Protocol):
     f32_to_f16: Primitive  # (f32) -> u64; to nearest even
     bf16_to_f32: Primitive
     f32_to_bf16: Primitive
+    approximate_reciprocal: Primitive  # (f32 between 2^-100 and 2^100) -> f32, to an ulp
     fused_multiply_add: Primitive  # (f32, f32, f32) -> f32, rounded once
     round_even: Primitive  # (f32) -> f32, ties to even
     round_down: Primitive  # (f32) -> f32
@@ -113,6 +114,7 @@ class Primitives(Protocol):
     warp_width: Primitive  # () -> u64: 32, or 1 on the CPU
     shuffle_xor_f32: Primitive  # (f32, u64 mask) -> that of the thread whose index differs by mask
     shuffle_xor_u64: Primitive
+    uniform: Primitive  # (u32, equal in all threads of the warp) -> u32: which the compiler then knows
     ballot: Primitive  # (u64 0 or 1) -> u64: bit i from thread i of the warp; all of its threads
     load_scratch_f32: Primitive  # (scratch address) -> f32
     store_scratch_f32: Primitive  # (scratch address, f32)

@@ -232,6 +232,9 @@ f16_to_f32 = _pure(_half_to_f32, types.float32, types.uint64)
 f32_to_f16 = _pure(_f32_to_half, types.uint64, types.float32)
 f32_bits = _pure(_bits, types.uint64, types.float32)
 bits_f32 = _pure(_from_bits, types.float32, types.uint64)
+approximate_reciprocal = _pure(
+    lambda builder, args: builder.fdiv(args[0].type(1.0), args[0]), types.float32, types.float32
+)
 fused_multiply_add = _pure(
     lambda builder, args: builder.fma(*args), types.float32, types.float32, types.float32, types.float32
 )
@@ -286,6 +289,11 @@ def prefetch(address):
 @njit(nogil=True, inline="always")
 def ballot(vote):
     return vote
+
+
+@njit(nogil=True, inline="always")
+def uniform(value):
+    return value
 
 
 @intrinsic

@@ -406,6 +406,7 @@ bf16_to_f32 = _pure(
 f32_to_bf16 = _pure(_ROUND.format("cvt.rn.bf16.f32"), "=l,f", _U64, _F32)
 f32_bits = _pure("{ .reg .u32 low; mov.b32 low, $1; cvt.u64.u32 $0, low; }", "=l,f", _U64, _F32)
 bits_f32 = _pure("{ .reg .u32 low; cvt.u32.u64 low, $1; mov.b32 $0, low; }", "=f,l", _F32, _U64)
+approximate_reciprocal = _pure("rcp.approx.ftz.f32 $0, $1;", "=f,f", _F32, _F32)
 fused_multiply_add = _pure("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", _F32, _F32, _F32, _F32)
 round_even = _pure("cvt.rni.f32.f32 $0, $1;", "=f,f", _F32, _F32)
 round_down = _pure("cvt.rmi.f32.f32 $0, $1;", "=f,f", _F32, _F32)
@@ -482,6 +483,18 @@ def ballot(typingctx, vote):
         return builder.call(ir.InlineAsm(kind, ptx, "=l,l,~{memory}", side_effect=True), args)
 
     return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def uniform(typingctx, value):
+    """Shuffled from the first lane: then the assembler knows that no branch on it divides the warp."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I32])
+        ptx = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+        return builder.call(ir.InlineAsm(kind, ptx, "=r,r", side_effect=True), args)
+
+    return types.uint32(types.uint32), codegen
 
 
 @intrinsic

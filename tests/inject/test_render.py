@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 import gpuos_numba as gpuos
 from gpuos_numba import runtime as runtime_module
@@ -26,8 +27,10 @@ from gpuos_numba.inject import request
 from gpuos_numba.inject.operators import make_operator
 from gpuos_numba.inject.render import VARIANTS, load, render, write
 from gpuos_numba.inject.request import Request
+from gpuos_numba.machines import cpu_memory
 
 F32 = np.float32
+ODD = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1, -3, 1e-45, 2.0**-126, 3e38, 0.99999994], F32)
 
 REQUESTS = {
     made.name: made
@@ -92,12 +95,58 @@ def test_the_source_is_python_of_known_names_with_a_header(name: str) -> None:
     tree = ast.parse(rendered.source)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert {node.module for node in imports if isinstance(node, ast.ImportFrom)} == {"gpuos_numba.device"}
-    assert len(imports) == 2
+    assert len(imports) == 2 + ("division" in rendered.source)
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    bodies = {"make_plain", "make_typed", "compute_f32", "Entry", "make_reduce", "make_rowwise"}
+    bodies = {
+        "make_divide4",
+        "make_plain",
+        "make_typed",
+        "compute_f32",
+        "Entry",
+        "make_reduce",
+        "make_rowwise",
+    }
     assert attributes <= {"make_functions", "f32", *bodies}
     assert not [line for line in rendered.source.splitlines() if line.strip() == "" and line]
     assert list(load(rendered)) == list(rendered.variants) == list(VARIANTS[REQUESTS[name].template])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x / (1 + exp(-x))",
+        "where(x > y, x / y, y / (x + 1)) / (2 + abs(x))",
+        "def f(x, y):\n    a = x / 3\n    b = 2 / a\n    return max(b, y / b) - (a if a < 1 / y else b)",
+        "1 / x",
+    ],
+)
+def test_four_lanes_at_once_are_four_times_one(text: str) -> None:
+    made = request.elementwise("f", text)
+    namespace: dict[str, Any] = {}
+    exec(render(made).source, namespace)
+    inline = njit(inline="always", error_model="numpy")
+    one, four = inline(namespace["make_f"](cpu_memory)), inline(namespace["make_f_four"](cpu_memory))
+    ZERO = F32(0)
+
+    @njit(error_model="numpy")
+    def both(x: Any, y: Any, ones: Any, fours: Any) -> None:
+        for i in range(0, len(x), 4):
+            fours[i], fours[i + 1], fours[i + 2], fours[i + 3] = four(
+                (x[i], x[i + 1], x[i + 2], x[i + 3]), (y[i], y[i + 1], y[i + 2], y[i + 3])
+            )
+            for lane in range(i, i + 4):
+                ones[lane] = one(x[lane], y[lane], ZERO, ZERO, ZERO)
+
+    rng = np.random.default_rng(0)
+    x, y = np.exp2(rng.uniform(-40, 40, (2, 4096))).astype(F32) * rng.choice([-1, 1], (2, 4096)).astype(F32)
+    x[: len(ODD) ** 2], y[: len(ODD) ** 2] = np.repeat(ODD, len(ODD)), np.tile(ODD, len(ODD))
+    ones, fours = np.empty_like(x), np.empty_like(x)
+    both(x, y, ones, fours)
+    np.testing.assert_array_equal(fours.view(np.uint32), ones.view(np.uint32))
+
+
+def test_without_a_quotient_there_is_nothing_for_four_lanes() -> None:
+    assert "four" not in render(request.elementwise("f", "x * exp(x) + y")).source
 
 
 def test_users_characters_are_not_in_the_source() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...machines.base import Body, Primitives
+from ..division import make_divide4
 from .functions import TINY, Array, Function
 from .table import Parameter, Tolerance
 
@@ -347,7 +348,7 @@ FUNCTIONS: Final = (
     Function("add", 2, "a + alpha b", truth_add, make_add, make_add, parameters=_ALPHA),
     Function("sub", 2, "a - alpha b", truth_sub, make_sub, make_sub, parameters=_ALPHA, bools=False),
     Function("mul", 2, "a * b", np.multiply, make_mul, make_mul),
-    Function("div", 2, "a / b, of integers too", np.divide, make_div, result="float"),
+    Function("div", 2, "a / b, of integers too", np.divide, make_div, result="float", f32x4=make_divide4),
     Function(
         "floor_divide",
         2,

@@ -118,12 +118,12 @@ assert HALF_IDS + len(_PLAIN) <= F32_IDS
 assert len(_F32) <= I64_IDS - F32_IDS
 assert len(_I64) <= TRUNCATE_ID - I64_IDS
 
-_plain_entries: Final = [Entry(PLAIN_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
+_plain_entries: Final = [Entry(PLAIN_IDS + i, f.f32, make4=f.f32x4) for i, f in enumerate(_PLAIN) if f.f32]
 _f32_entries: Final = [Entry(F32_IDS + i, f.f32, f.name in _LONG) for i, f in enumerate(_F32) if f.f32]
 _i64_entries: Final = [
     Entry(I64_IDS + i, f.i64, f.name in _LONG, f.divides) for i, f in enumerate(_I64) if f.i64
 ]
-_half_entries: Final = [Entry(HALF_IDS + i, f.f32) for i, f in enumerate(_PLAIN) if f.f32]
+_half_entries: Final = [Entry(HALF_IDS + i, f.f32, make4=f.f32x4) for i, f in enumerate(_PLAIN) if f.f32]
 
 
 def _make_shared(long: bool, integers: bool) -> Any:

@@ -36,6 +36,7 @@ class Function:
         formula: what an element becomes.
         truth: see there. Given f32 it says what an f32 result should be; bools come back as such.
         f32: factory of `function(x, y, z, p, q)` on f32. Integers come here too where there is no `i64`.
+        f32x4: factory of `function(x, y)` on four lanes of f32, where that is better than four times one.
         i64: the same on i64, for integers and bools.
         result: "same" is the promoted dtype; "float" is it too, or f32 where it is none; "bool".
         bools: whether bools alone are taken.
@@ -59,6 +60,7 @@ class Function:
     divides: bool = False
     values: str = "any"
     source: str = ""
+    f32x4: Factory | None = None
 
 
 def wide(function: Callable[..., Array]) -> Truth:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...machines.base import Body, Primitives
 from ..angles import make_cosine, make_sine
+from ..division import make_reciprocal as make_inverse
 from .functions import GOOD, TINY, Array, Function, wide
 from .table import Parameter, Tolerance
 
@@ -213,13 +214,13 @@ def truth_erf(x: Array) -> Array:
 
 
 def make_sigmoid(m: Primitives) -> Body:
-    exp_of, f32_bits, bits_f32 = math.exp, m.f32_bits, m.bits_f32
+    exp_of, f32_bits, bits_f32, reciprocal = math.exp, m.f32_bits, m.bits_f32, make_inverse(m)
     ZERO, ONE, SIGN = m.f32(0), m.f32(1), m.u64(0x80000000)
 
     def sigmoid(x: Any, y: Any, z: Any, p: Any, q: Any) -> Any:
         # exp of a negative number only: 1 / (1 + exp(100)) would be 0 where 3.8e-44 is right.
         e = exp_of(bits_f32(f32_bits(x) | SIGN))
-        share = ONE / (ONE + e)
+        share = reciprocal(ONE + e)
         return e * share if x < ZERO else share
 
     return sigmoid
