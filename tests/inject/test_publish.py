@@ -558,6 +558,20 @@ def test_optimizing_keeps_what_computes_the_same(rt: gpuos.Runtime, machine: str
         rt.optimize("add")
 
 
+def test_what_is_inlined_is_complete(rt: gpuos.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbidden: rarer operands run the interpreter for good, for nobody compiles what is inlined."""
+    monkeypatch.setattr(rt._publisher, "later", lambda version: None)
+    rt.inject("swish", f"{SILU} + 5", wait="compiled")
+    version = rt._injected.version("swish")
+    assert version is not None
+    if version.stage == "compiled":
+        pytest.skip("the cache had all of it")
+    monkeypatch.setattr(rt._machine, "inlines", True, raising=False)
+    monkeypatch.setattr(rt._publisher, "inline", lambda chosen, better: True)
+    assert rt.optimize("swish")["kept"]
+    assert version.stage == "inlined" and version.operator is not None and version.operator.fallback is None
+
+
 # --- what a user may get wrong ---
 
 
