@@ -151,15 +151,12 @@ def _make_machine(machine: str, device: int, config: Config) -> Machine:
         from .machines import cuda
 
         if machine == "cuda" or cuda.available():
-            holds = Holds(EXECUTORS.of(device) if cuda.loads_on(device, config) else ())
+            made = cuda.CudaMachine(config, device)
+            holds = Holds(EXECUTORS.of(device))
             try:
                 holds.take()
-                if not holds.wait(_LOAD_S):
-                    raise MachineError(
-                        f"another Runtime of this process did not park within {_LOAD_S:.0f} s: "
-                        "a task of it runs too long"
-                    )
-                made = cuda.CudaMachine(config, device)
+                holds.wait(_LOAD_S)  # where a task takes longer, the driver waits for the rest
+                made.move_in(config)
             finally:
                 holds.give_back()
             holds.serve()

@@ -8,14 +8,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import gpuos_numba
-from gpuos_numba import Config, Runtime
+from gpuos_numba import Runtime
+from gpuos_numba.host import query
 from gpuos_numba.host.holds import Holds
 from gpuos_numba.machines import cuda
 
@@ -210,15 +210,29 @@ def test_what_a_closed_machine_had_is_used_again_and_what_a_stuck_one_has_is_not
     )
     for bus in (left, stuck, larger):
         cuda._put_back(gpu, bus)
-    assert gpu.bus(200) is larger and gpu.bus(100) is left and gpu.bus(100) is None
+    assert gpu.bus(driver, 200) is larger and gpu.bus(driver, 100) is left and gpu.bus(driver, 100) is None
     assert not left.free and not driver.calls
 
 
-def test_only_the_first_executor_of_its_kind_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu: Any = SimpleNamespace(executors={256: object()})
-    monkeypatch.setitem(cuda._GPUS, 5, gpu)
-    assert (
-        not cuda.loads_on(5, Config())
-        and cuda.loads_on(5, Config(threads=128))
-        and cuda.loads_on(6, Config())
-    )
+def test_words_that_a_stream_has_still_to_write_or_to_read_are_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forbidden: a word is used again, and the stream waits for ever, or writes into another's ring."""
+    driver = StandIn()
+    gpu = cuda._Gpu(driver, 0)
+    machine = closable(gpu, driver, 11)
+    machine._stream_words, machine._bus_base, machine._pinned = True, 0, 0
+    driver.calls.clear()
+    machine.stream_wait(5, [(8, 1), (16, 1)])
+    machine.stream_write(5, 24, 1)
+    machine.stream_write(6, 32, 1)
+    names = [name for name, _ in driver.calls]
+    events = [name for name in names if "Event" in name]
+    assert events == ["cuEventCreate", "cuEventRecord", "cuEventRecord", "cuEventCreate", "cuEventRecord"]
+    assert names.index("cuEventRecord") > names.index("cuStreamWaitValue64")
+    machine.close()
+    cuda._put_back(gpu, machine._bus)
+    ready = iter([query.NOT_READY, 0, query.NOT_READY, 0])
+    monkeypatch.setattr(driver, "cuEventQuery", lambda event: (next(ready),), raising=False)
+    assert [gpu.bus(driver, 100) for _ in range(2)] == [None, None]
+    assert gpu.bus(driver, 100) is machine._bus and not machine._bus.awaited

@@ -8,6 +8,7 @@ wait for the executor.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from .base import Code
 
 MAPPED_PORTABLE = 0x01 | 0x02  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 WAIT_CYCLIC_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int64)(word - value) >= 0
 QUIET_WORKERS = 16
 STATES = {
@@ -103,6 +105,7 @@ class _Bus:
 
     Attributes:
         free: the executor has left for good.
+        awaited: by CUDA stream that was given a word to write or to wait for, an event behind it.
     """
 
     size: int
@@ -110,6 +113,16 @@ class _Bus:
     stream: Any
     copies: Any
     free: bool = False
+    awaited: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def settled(self, driver: Any) -> bool:
+        """Whether no stream has still to write or to read a word."""
+        for stream, event in list(self.awaited.items()):
+            if int(driver.cuEventQuery(event)[0]) == query.NOT_READY:
+                return False
+            driver.cuEventDestroy(event)
+            del self.awaited[stream]
+        return True
 
 
 class _Gpu:
@@ -134,14 +147,14 @@ class _Gpu:
         self.retired: list[Any] = []
         self.open: set[int] = set()
 
-    def bus(self, size: int) -> _Bus | None:
+    def bus(self, driver: Any, size: int) -> _Bus | None:
         """A spare one of that size. Nobody else has it: one `pop` decides."""
         for _ in range(len(self.spare)):
             try:
                 bus = self.spare.pop(0)
             except IndexError:
                 break
-            if bus.size == size:
+            if bus.size == size and bus.settled(driver):
                 bus.free = False
                 return bus
             self.spare.append(bus)
@@ -151,12 +164,6 @@ class _Gpu:
 _GPUS: dict[int, _Gpu] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_GPUS.clear)
-
-
-def loads_on(device: int, config: Config) -> bool:
-    """Whether a machine that is made now has to load its executor, for which nothing may run on the GPU."""
-    gpu = _GPUS.get(device)
-    return gpu is None or config.threads not in gpu.executors
 
 
 def _put_back(gpu: _Gpu, bus: _Bus) -> None:
@@ -180,7 +187,10 @@ class DeviceBytes:
 
 
 class CudaMachine:
-    """See `base.Machine`. Raises MachineError where no suitable GPU, driver or toolchain is found."""
+    """See `base.Machine`. Usable after `move_in`.
+
+    Raises MachineError where no suitable GPU, driver or toolchain is found.
+    """
 
     name = "cuda"
     idle_floor_s = 0.0
@@ -217,8 +227,12 @@ class CudaMachine:
 
         from . import cuda_compile
 
-        generation = cuda_compile.build(self._capability, config.threads)
-        gpu = self._gpu = _GPUS.get(device) or _GPUS.setdefault(device, _Gpu(driver, handle))
+        self._executor = cuda_compile.build(self._capability, config.threads).cubin
+
+    def move_in(self, config: Config) -> None:
+        """Take memory, and load the executor if this process has not. No executor of it should run."""
+        driver = self._driver
+        gpu = self._gpu = _GPUS.get(self.device) or _GPUS.setdefault(self.device, _Gpu(driver, self._handle))
         self._context_handle = gpu.context
         with self._current():
             self._allocate(config)
@@ -229,7 +243,7 @@ class CudaMachine:
             self._unused: list[_Generation] = []  # neither active nor standby, the oldest first
             executor = gpu.executors.get(config.threads)
             if executor is None:
-                executor = self._ready(_Generation(generation.cubin, shared=True))
+                executor = self._ready(_Generation(self._executor, shared=True))
                 gpu.executors[config.threads] = executor
             self._activate(executor)
         gpu.open.add(id(self))
@@ -249,7 +263,7 @@ class CudaMachine:
     def _allocate(self, config: Config) -> None:
         driver, capacity, start = self._driver, config.capacity, config.start_position
         bus_offsets, bus_size = areas.carve(areas.bus_sizes(capacity))
-        self._bus = self._gpu.bus(bus_size) or self._new_bus(bus_size)
+        self._bus = self._gpu.bus(driver, bus_size) or self._new_bus(bus_size)
         self._stream, self._copies, self._pinned = self._bus.stream, self._bus.copies, self._bus.pinned
         ctypes.memset(self._pinned, 0, bus_size)
         bus = np.ctypeslib.as_array(ctypes.cast(self._pinned, ctypes.POINTER(ctypes.c_uint8)), (bus_size,))
@@ -501,6 +515,7 @@ class CudaMachine:
             if self._stream_words:
                 # Without the flag that forgoes it there is a fence of system scope before the store.
                 _check(self._driver.cuStreamWriteValue64(stream, self._on_bus(word), value, 0))
+                self._await(stream)
                 return
             _check(self._driver.cuStreamSynchronize(stream))
         ctypes.c_uint64.from_address(word).value = value
@@ -513,6 +528,14 @@ class CudaMachine:
         with self._current():
             for word, value in words:
                 _check(self._driver.cuStreamWaitValue64(stream, self._on_bus(word), value, WAIT_CYCLIC_GEQ))
+            self._await(stream)
+
+    def _await(self, stream: int) -> None:
+        """Note that a stream has a word before it: until it has come there the word is nobody else's."""
+        event = self._bus.awaited.get(stream)
+        if event is None:
+            event = self._bus.awaited[stream] = _check(self._driver.cuEventCreate(DISABLE_TIMING))
+        _check(self._driver.cuEventRecord(event, stream))
 
     def _on_bus(self, word: int) -> int:
         """The device's address of a word of the bus area."""
