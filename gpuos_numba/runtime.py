@@ -206,7 +206,8 @@ class Runtime:
         self._words, self._state = arrays.words, arrays.state
         self._control, self._failures = arrays.control, arrays.failures
         self._start = self.config.start_position
-        self._layouts = LayoutTable(arrays.layouts.view(LAYOUT), self._publish_layouts, self._drain)
+        layouts = arrays.layouts.view(LAYOUT)
+        self._layouts = LayoutTable(layouts, _weakly(self._publish_layouts), _weakly(self._drain))
         self._local = _PerThread()
         self._ordered = ordered.compiled()
         self._tracker = Tracker(self.config.capacity)
@@ -248,15 +249,16 @@ class Runtime:
             self._keeper,
             watch,
             self._host,
-            _weak_join(self),
+            _weakly(self._join),
             device,
             self.config.submit_timeout_s,
         )
         self._publisher = Publisher(self, self._machine, self._keeper, self._injected)
         # A forgotten Runtime: its executor must leave before its memory goes.
-        parts = self._machine, self._keeper, self._publisher, watch, board
+        parts = self._machine, self._keeper, self._publisher, watch, board, self._held
         self._finalizer = weakref.finalize(self, _shut_down, *parts, self._pid)
         self._finalizer.atexit = False
+        self._keeper.start()
         _OPEN.add(self)
 
     # --- what a user calls ---
@@ -617,34 +619,29 @@ class Runtime:
         force=True does not wait for queued tasks; memory that a stuck executor may still touch is kept until
         the process ends.
         """
-        if self._closed:
+        found: Any = self._finalizer.peek()
+        if found is None:
             return
+        _, shut_down, parts, _ = found
         if os.getpid() != self._pid:
             self._closed = True  # the parent's executor is none of ours
             self._finalizer.detach()
             return
         try:
-            if not force and self._words["claimed"][0] != self._words["retired"][0]:
+            if not force and not self._closed and self._words["claimed"][0] != self._words["retired"][0]:
                 deadline = self.config.deadline_s
                 self.synchronize(deadline)
         except (HangError, WaitTimeout, MachineError):
             force = True  # it will not finish: leave without waiting
-        except TaskError:
-            pass  # the ticket says so to whoever asks
+        except (TaskError, ClosedError):
+            pass  # the ticket says so to whoever asks; another thread closes, too
         finally:
             self._closed = True
             self._calls = None
+            shut_down(*parts, 1.0 if force else 10.0)
+            # Not before: where an interrupt came, the next `close` goes on, or the collector.
             _OPEN.discard(self)
             self._finalizer.detach()
-            _shut_down(
-                self._machine,
-                self._keeper,
-                self._publisher,
-                self._watch,
-                self._figures.board,
-                self._pid,
-                1.0 if force else 10.0,
-            )
             self._held = deque()
 
     def __enter__(self) -> Self:
@@ -1339,16 +1336,16 @@ class Runtime:
         return "\n".join(lines)
 
 
-def _weak_join(runtime: Runtime) -> Callable[[int, int], int]:
-    """Its `_join`, without a circle that only the collector would end."""
-    seen = weakref.ref(runtime)
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a Runtime's, without a circle that only the collector would end."""
+    seen = weakref.WeakMethod(method)
 
-    def join(first: int, count: int) -> int:
+    def call(*arguments: Any) -> Any:
         found = seen()
         assert found is not None
-        return found._join(first, count)
+        return found(*arguments)
 
-    return join
+    return call
 
 
 def _weak_stats(runtime: Runtime) -> Callable[[], dict[str, Any]]:
@@ -1365,16 +1362,24 @@ def _weak_stats(runtime: Runtime) -> Callable[[], dict[str, Any]]:
     return stats
 
 
+_STUCK: Final[list[Any]] = []
+"""What tasks use that an executor may still run which did not leave."""
+
+
 def _shut_down(
     machine: Machine,
     keeper: Keeper,
     publisher: Publisher,
     watch: Watch,
     board: Board | None,
+    held: deque[list[Any]],
     pid: int,
     timeout_s: float = 10.0,
 ) -> None:
-    """End the executor, then free its memory; a stuck one keeps it until the process ends."""
+    """End the executor, then free its memory; a stuck one keeps it until the process ends, and its tasks'.
+
+    Harmless a second time, and while another thread does the same.
+    """
     if os.getpid() != pid:
         return
     publisher.stop()
@@ -1384,6 +1389,8 @@ def _shut_down(
         board.close(remove=True)
     if machine.wait_exited(timeout_s):
         machine.close()
+    else:
+        _STUCK.append(held)
 
 
 def _plain_torch(self: Runtime, op_id: int, x: Any, y: Any, out: Any) -> Ticket | None:

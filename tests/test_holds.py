@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import gc
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ import pytest
 
 import gpuos_numba
 from gpuos_numba import Runtime
+from gpuos_numba.errors import MachineError
 from gpuos_numba.host import query
 from gpuos_numba.host.holds import Holds
 from gpuos_numba.machines import cuda
@@ -183,7 +188,7 @@ def closable(gpu: Any, driver: Any, *libraries: int) -> Any:
     executor = cuda._Generation(b"", 1000, shared=True)
     machine._active, machine._standby = cuda._Generation(b"", libraries[0]), executor
     machine._unused = [cuda._Generation(b"", library) for library in libraries[1:]]
-    gpu.open.add(id(machine))
+    gpu.open.add(machine._bus)
     return machine
 
 
@@ -199,6 +204,47 @@ def test_to_close_a_machine_waits_for_no_other() -> None:
     other.close()
     assert driver.calls[2:] == [("cuLibraryUnload", 12), ("cuLibraryUnload", 21), ("cuMemFreeAsync", 7)]
     assert not gpu.retired and not gpu.open
+
+
+def test_to_close_a_machine_again_frees_nothing_twice() -> None:
+    driver = StandIn()
+    gpu = cuda._Gpu(driver, 0)
+    machine = closable(gpu, driver, 11)
+    driver.calls.clear()
+    machine.close()
+    machine.close()
+    assert driver.calls == [("cuLibraryUnload", 11), ("cuMemFreeAsync", 7)]
+
+
+def test_beside_a_stuck_machine_nothing_is_unloaded() -> None:
+    """Another machine may get its id once it is forgotten."""
+    driver = StandIn()
+    gpu = cuda._Gpu(driver, 0)
+    bus = closable(gpu, driver, 11)._bus  # and its machine goes
+    for library in (21, 31):
+        closable(gpu, driver, library).close()
+    assert gpu.open == {bus} and gpu.retired == [21, 31]
+
+
+@pytest.mark.parametrize("what", ["load", "swap"])
+def test_ctrl_c_anywhere_unloads_nothing_that_may_be_launched(what: str) -> None:
+    def generation(number: int) -> Any:
+        return cuda._Generation(b"", number, ctypes.c_void_p(number))
+
+    step, came = 0, True
+    while came:
+        machine: Any = cuda.CudaMachine.__new__(cuda.CudaMachine)
+        machine._driver, machine._context_handle = StandIn(), 0
+        machine._ready = lambda opened: opened
+        machine._active, machine._standby, opened = generation(1), generation(2), generation(3)
+        machine._unused, machine.arrays = [opened], SimpleNamespace(launch={"kernel": 1})
+        arguments = (opened,) if what == "load" else ()
+        came = interrupted(lambda do=getattr(machine, what), given=arguments: do(*given), step)
+        used = machine._active, machine._standby
+        assert used[0] is not used[1] and not {*used} & {*machine._unused}
+        assert machine.arrays.launch["kernel"] == machine._active.function.value
+        step += 1
+    assert step > 1
 
 
 def test_what_a_closed_machine_had_is_used_again_and_what_a_stuck_one_has_is_not() -> None:
@@ -236,3 +282,229 @@ def test_words_that_a_stream_has_still_to_write_or_to_read_are_nobody_elses(
     monkeypatch.setattr(driver, "cuEventQuery", lambda event: (next(ready),), raising=False)
     assert [gpu.bus(driver, 100) for _ in range(2)] == [None, None]
     assert gpu.bus(driver, 100) is machine._bus and not machine._bus.awaited
+
+
+# --- the end of a Runtime ---
+
+
+def threads_of(rt: Runtime) -> list[threading.Thread]:
+    machine: Any = rt._machine
+    return [rt._keeper._thread, *machine._threads]
+
+
+def are_gone(threads: list[threading.Thread]) -> bool:
+    end = time.monotonic() + 20
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
+        gc.collect()  # a thread that was in the middle of something may have let go of it since
+        time.sleep(0.001)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def resident() -> Runtime:
+    return Runtime("cpu", workers=2, lease_s=None, idle_s=None, deadline_s=60)
+
+
+def test_ctrl_c_in_a_submission_leaves_a_launch_that_ends() -> None:
+    """Forbidden: counted, and a block of it that nobody wakes once the keeper has gone."""
+    x, out = np.ones(8, F32), np.zeros(8, F32)
+    step, came = 0, True
+    while came:
+        rt: Any = resident()
+        rt.add(x, x, out=out).wait(10)
+        rt.park()
+        came = interrupted(lambda rt=rt: rt.add(x, x, out=out), step)
+        rt.close(force=True)
+        assert rt._machine._closed, f"after the Ctrl-C at look {step}"
+        step += 1 if step > 120 else 7
+    assert step > 120
+
+
+def test_ctrl_c_in_close_leaves_the_rest_to_the_next_close_or_the_collector() -> None:
+    x, out = np.ones(8, F32), np.zeros(8, F32)
+    step, came = 0, True
+    while came:
+        rt = resident()
+        rt.add(x, x, out=out).wait(10)
+        threads = threads_of(rt)
+        came = interrupted(rt.close, step)
+        if step % 2:
+            rt.close()
+        del rt
+        gc.collect()
+        assert are_gone(threads), f"after the Ctrl-C at look {step}"
+        step += 1 + step // 16
+    assert step > 20
+
+
+def test_ctrl_c_while_a_runtime_is_made_leaves_no_thread() -> None:
+    before, step, came = {*threading.enumerate()}, 0, True
+    while came:
+        made: list[Runtime] = []
+        came = interrupted(lambda made=made: made.append(Runtime("cpu", workers=1, capacity=4)), step)
+        made.clear()
+        gc.collect()
+        assert are_gone([each for each in {*threading.enumerate()} - before if "gpuos-" in each.name])
+        step += 1 + step // 8
+    assert step > 200
+
+
+def test_threads_that_close_at_once_close_once() -> None:
+    errors: list[BaseException] = []
+    for _ in range(5):
+        rt = resident()
+        rt.nop()
+        together = threading.Barrier(4)
+
+        def close(rt: Runtime = rt, together: threading.Barrier = together) -> None:
+            together.wait()
+            try:
+                rt.close()
+            except BaseException as error:
+                errors.append(error)
+
+        closing = [threading.Thread(target=close) for _ in range(4)]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+        assert are_gone(threads_of(rt))
+    assert not errors
+
+
+def test_a_closed_runtime_goes_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        rt = resident()
+        rt.nop().wait(10)
+        rt.close()
+        gone = weakref.ref(rt)
+        del rt
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_collector_in_the_keepers_turn_ends_no_runtime_there() -> None:
+    """Forbidden: the memory of a launch that is being decided goes."""
+    rt: Any = resident()
+    rt.itself = rt
+    machine, nudge = rt._machine, rt._machine.nudge
+    forgotten, seen = threading.Event(), list[bool]()
+
+    def collect() -> None:
+        if forgotten.is_set() and threading.current_thread() is keeper and not seen:
+            gc.collect()
+            seen.append(machine._closed)
+        nudge()
+
+    keeper = rt._keeper._thread
+    gc.disable()
+    try:
+        machine.nudge = collect
+        rt.nop().wait(10)
+        threads = threads_of(rt)
+        del rt
+        forgotten.set()
+        end = time.monotonic() + 20
+        while not seen and time.monotonic() < end:
+            time.sleep(0.001)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert seen == [False] and are_gone(threads)
+
+
+def test_the_collector_on_a_thread_that_loads_waits_for_nobody() -> None:
+    rt: Any = resident()
+    rt.itself = rt
+    loading, forgotten, collected = threading.Event(), threading.Event(), threading.Event()
+
+    def collect(swap: bool) -> None:
+        loading.set()
+        forgotten.wait(20)
+        gc.collect()
+        collected.set()
+
+    rt._keeper.hand_over = collect
+    threads = threads_of(rt)
+    gc.disable()
+    try:
+        threading.Thread(target=rt._publisher._swap_back, daemon=True).start()
+        assert loading.wait(20)
+        del rt
+        forgotten.set()
+        assert collected.wait(20)
+    finally:
+        gc.enable()
+    assert are_gone(threads)
+
+
+def test_no_launch_follows_the_end() -> None:
+    """Where the collector ends a Runtime in the middle of deciding on a launch, the lock keeps nobody out."""
+    from gpuos_numba.host import ring
+
+    rt = resident()
+    rt._keeper.stop()
+    before = rt._keeper.launches
+    assert ring.compiled().launch(rt._address, 1) == 0 and rt._keeper.launches == before
+    rt.close()
+
+
+def test_a_launch_that_failed_keeps_no_runtime_alive() -> None:
+    rt: Any = resident()
+    machine, launch, me = rt._machine, rt._machine.launch, threading.current_thread()
+
+    def fail(workers: int) -> None:
+        if threading.current_thread() is me:
+            raise MachineError("not now")
+        launch(workers)
+
+    machine.launch = fail
+    failed = False
+    while not failed:  # the keeper may be the first to launch
+        rt.park()
+        try:
+            rt.nop()
+        except MachineError:
+            failed = True
+    machine.launch = launch
+    threads = threads_of(rt)
+    gone = weakref.ref(rt)
+    del rt
+    gc.collect()
+    assert gone() is None and are_gone(threads)
+
+
+def test_a_machine_without_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            if self.name == "gpuos-block-1":
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    before = {*threading.enumerate()}
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Refused)
+        with pytest.raises(MachineError, match="can't start new thread"):
+            Runtime("cpu", workers=2)
+    gc.collect()
+    assert are_gone([each for each in {*threading.enumerate()} - before if "gpuos-" in each.name])
+
+
+def test_arrays_of_a_task_that_did_not_end_stay() -> None:
+    rt: Any = resident()
+    x, out = np.ones(8, F32), np.zeros(8, F32)
+    rt.nop().wait(10)
+    wait_exited = rt._machine.wait_exited
+    holds = rt._keeper.holds()
+    holds.take()
+    rt.add(x, x, out=out)
+    kept = weakref.ref(x)
+    del x
+    rt._machine.wait_exited = lambda timeout_s: False  # it is stuck
+    rt.close(force=True)
+    del rt, holds
+    gc.collect()
+    assert kept() is not None
+    assert wait_exited(10)

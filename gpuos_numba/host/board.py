@@ -159,7 +159,9 @@ class Board:
         if remove:
             self.path.unlink(missing_ok=True)
         self._map.close()
-        os.close(self._file)
+        file, self._file = self._file, -1  # another thread may close it, too
+        if file >= 0:
+            os.close(file)
 
 
 def _is_stale(path: Path, file: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ..config import Config
 from ..descriptor import MASK_64
+from ..errors import MachineError
 from ..machines.base import Machine
 from .holds import Holds, Registry
 
@@ -50,14 +51,24 @@ class Keeper:
         idle_s = 0.0 if config.idle_s is None else max(config.idle_s, machine.idle_floor_s)
         self._control["idle_ns"] = int(idle_s * 1e9)
         self._control["hold_ns"] = int(max(config.hold_s, machine.idle_floor_s) * 1e9)
-        self.error: BaseException | None = None
-        """Why the last launch failed, if it did."""
+        self.error: str | None = None
+        """Why the last launch failed, if it did. No exception: its frames would keep the Runtime alive."""
         # The thread must not keep a forgotten Runtime alive: it holds the keeper and a weak `tidy`.
         self._tidy = weakref.WeakMethod(tidy) if hasattr(tidy, "__self__") else (lambda: tidy)
         self._thread = threading.Thread(target=self._keep, name="gpuos-keeper", daemon=True)
-        self._thread.start()
+        self._begun = threading.Event()
         if machine.loads_parked:
             EXECUTORS.add(self)
+
+    def start(self) -> None:
+        """Begin the threads, once somebody is there who will `stop`. Raises MachineError."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise MachineError(f"the keeper: {error}") from error
+        self._begun.wait()
+        if self.error is not None:
+            raise MachineError(self.error)
 
     @property
     def closing(self) -> bool:
@@ -111,7 +122,7 @@ class Keeper:
         try:
             self._machine.launch(quiet if narrow else most)
         except Exception as error:
-            self.error = error
+            self.error = str(error)
             raise
 
     def holds(self, everyone: bool = False) -> Holds:
@@ -156,40 +167,52 @@ class Keeper:
             self._control["park_request"] = self.launches
         finally:
             self._host.unlock_launches(self._address, me)
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
         return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def _keep(self) -> None:
-        claimed, me = -1, threading.get_ident()
-        self._machine.start()
+        claimed = -1
+        try:
+            self._machine.start()
+        except RuntimeError as error:
+            self.error = f"the machine's threads: {error}"
+            return
+        finally:
+            self._begun.set()
         while True:
             self._host.doze(self._address, self._tick_us, ASLEEP_TICKS)
             if self._closing[0]:
                 return
             self._control["heartbeat"] += 1
             before, claimed = claimed, int(self._words["claimed"][0])
+            # Held through the turn: the collector, which comes anywhere, ends no Runtime in the middle of it.
+            tidy = self._tidy()
             try:
-                tidy = self._tidy()
                 if tidy is not None:
                     tidy()
-                del tidy
-                if self.parked:
-                    if self._unserved():
-                        self.ensure_served()
-                    continue
-                self._machine.nudge()
-                if (
-                    self._leased
-                    and claimed != before
-                    and self._state["begun"][0] == self.launches
-                    and not self._is_watched()  # a spare would begin where the next task is withheld
-                ):
-                    try:
-                        self._host.lock_launches(self._address, me)
-                        if self._allowed():
-                            self._launch()  # the spare: begins when the lease that runs is over
-                    finally:
-                        self._host.unlock_launches(self._address, me)
+                    self._turn(claimed != before)
             except Exception as error:
-                self.error = error
+                self.error = str(error)
+            finally:
+                del tidy
+
+    def _turn(self, busy: bool) -> None:
+        """See that somebody serves, and goes on to; busy: tasks have come since the last time."""
+        if self.parked:
+            self.serve_again()
+            return
+        self._machine.nudge()
+        if (
+            self._leased
+            and busy
+            and self._state["begun"][0] == self.launches
+            and not self._is_watched()  # a spare would begin where the next task is withheld
+        ):
+            me = threading.get_ident()
+            try:
+                self._host.lock_launches(self._address, me)
+                if self._allowed():
+                    self._launch()  # the spare: begins when the lease that runs is over
+            finally:
+                self._host.unlock_launches(self._address, me)

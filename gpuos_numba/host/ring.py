@@ -228,7 +228,8 @@ def make_backlog(m: HostPrimitives) -> Body:
 def make_launch(m: HostPrimitives) -> Body:
     """`launch(host, workers) -> CUresult`: count a launch and make it. Under the launch lock.
 
-    One call, so that no Ctrl-C comes between the two.
+    One call, so that no Ctrl-C comes between the two. Nothing where the executor's end was decided in the
+    middle of deciding on a launch: by the garbage collector, on the thread that has the lock.
     """
     u64 = m.u64
     load_u64, store_release_sys, call_launch = m.load_u64, m.store_release_sys, m.call_launch
@@ -236,11 +237,13 @@ def make_launch(m: HostPrimitives) -> Body:
     ENQUEUED = u64(field(HOST_WORDS, "enqueued"))
     CALL, KERNEL = u64(field(HOST_LAUNCH, "call")), u64(field(HOST_LAUNCH, "kernel"))
     STREAM, ARGUMENTS = u64(field(HOST_LAUNCH, "stream")), u64(field(HOST_LAUNCH, "arguments"))
-    THREADS = u64(field(HOST_LAUNCH, "threads"))
+    THREADS, CLOSING = u64(field(HOST_LAUNCH, "threads")), u64(field(HOST_LAUNCH, "closing"))
     ZERO, ONE = u64(0), u64(1)
 
     def launch(host: Any, workers: Any) -> Any:
         words, how = load_u64(host + WORDS), load_u64(host + LAUNCH)
+        if load_u64(how + CLOSING) != ZERO:
+            return ZERO
         # Counted before it runs: a launch that parks before it is counted would look like one to come.
         enqueued = load_u64(words + ENQUEUED)
         store_release_sys(words + ENQUEUED, enqueued + ONE)

@@ -73,6 +73,6 @@ class Watch:
                 try:
                     self._keeper.ensure_served()
                 except MachineError as error:
-                    self._keeper.error = error
+                    self._keeper.error = str(error)
                 if self._keeper.parked:
                     time.sleep(RETRY_S)  # it failed, or launches are held back

@@ -14,6 +14,7 @@ holds its operator any more: not a name, a user, a batch, the history, nor a tas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -264,7 +265,7 @@ class Publisher:
     ) -> None:
         from ..checking import forget_plans
 
-        with self._installing:
+        def install() -> None:
             begin = time.perf_counter()
             forget_plans()
             held = [[ref() for ref in refs] for refs, _ in self._bodies.values()]  # until they are loaded
@@ -277,6 +278,23 @@ class Publisher:
                 others, _ = self._bodies.get(op_id, ((), code))
                 self._bodies[op_id] = ((*others, weakref.ref(operator)), code)
             del held
+
+        self._alone(install)
+
+    def _alone(self, do: Callable[[], object]) -> None:
+        """Call `do` while nobody else loads, and keep the Runtime alive as long.
+
+        The garbage collector may come on this thread, or on one whose launch lock this one waits for: if it
+        ended the Runtime there, `stop` would wait for ever.
+        """
+        runtime = self._runtime()
+        if runtime is None:
+            raise ClosedError("the Runtime is gone")
+        try:
+            with self._installing:
+                do()
+        finally:
+            del runtime
 
     def _load(self, generation: Any, now: bool, timings_s: dict[str, float]) -> None:
         if self._closed:
@@ -320,8 +338,7 @@ class Publisher:
             worker = self._compiler.compile_worker(
                 [(op_id, render(request), request.arity) for op_id, request in chosen]
             )
-            with self._installing:
-                self._load(self._machine.link(self._alive(), worker), True, {})
+            self._alone(lambda: self._load(self._machine.link(self._alive(), worker), True, {}))
             try:
                 kept = better()
             except BaseException:
@@ -342,9 +359,12 @@ class Publisher:
         self._swap_back()
 
     def _swap_back(self) -> None:
-        with self._installing:
+        def swap() -> None:
             if not self._closed:
                 self._keeper.hand_over(swap=True)
+
+        with contextlib.suppress(ClosedError):
+            self._alone(swap)
 
 
 def _keep_publishing(publisher: weakref.ref[Publisher]) -> None:

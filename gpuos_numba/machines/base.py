@@ -224,7 +224,10 @@ class Machine(Protocol):
         """
 
     def start(self) -> None:
-        """Once, from the keeper's thread, where no Ctrl-C comes: what the machine does in Python threads."""
+        """Once, from the keeper's thread, where no Ctrl-C comes: what the machine does in Python threads.
+
+        Raises RuntimeError where one more thread is too many.
+        """
 
     def launch(self, workers: int) -> None:
         """Count a launch in `enqueued` and queue it behind those before it. Under the launch lock.
@@ -280,4 +283,4 @@ class Machine(Protocol):
         """Have a stream wait until each word, of the bus area, is at its value or cyclically beyond."""
 
     def close(self) -> None:
-        """Free everything. Every launch must have left."""
+        """Free everything. Every launch must have left. Harmless a second time, or by two threads."""

@@ -234,8 +234,8 @@ class CpuMachine:
             thread = threading.Thread(
                 target=self._serve, args=(number,), name=f"gpuos-block-{number}", daemon=True
             )
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def launch(self, workers: int) -> None:
         enqueued = self._enqueued
@@ -275,6 +275,7 @@ class CpuMachine:
         """Every thread is."""
 
     def wait_exited(self, timeout_s: float) -> bool:
+        self.nudge()  # an interrupt may have come while the last launch did
         until, pause_s = time.monotonic() + timeout_s, 20e-6
         while self._ended != int(self._enqueued[0]):
             if time.monotonic() > until:

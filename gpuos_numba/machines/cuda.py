@@ -137,7 +137,7 @@ class _Gpu:
         executors: the built-in generation by threads of a block.
         spare: what closed Runtimes had.
         retired: libraries that nobody launches any more.
-        open: which machines are not closed, by id.
+        open: what machines have that are not closed; that of a stuck one stays.
     """
 
     def __init__(self, driver: Any, handle: Any) -> None:
@@ -145,7 +145,7 @@ class _Gpu:
         self.executors: dict[int, _Generation] = {}
         self.spare: list[_Bus] = []
         self.retired: list[Any] = []
-        self.open: set[int] = set()
+        self.open: set[_Bus] = set()
 
     def bus(self, driver: Any, size: int) -> _Bus | None:
         """A spare one of that size. Nobody else has it: one `pop` decides."""
@@ -239,14 +239,13 @@ class CudaMachine:
             self._bind()
             loading = driver.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
             self._lazy = _check(driver.cuModuleGetLoadingMode()) == loading
-            self._standby: _Generation | None = None
             self._unused: list[_Generation] = []  # neither active nor standby, the oldest first
             executor = gpu.executors.get(config.threads)
             if executor is None:
                 executor = self._ready(_Generation(self._executor, shared=True))
                 gpu.executors[config.threads] = executor
-            self._activate(executor)
-        gpu.open.add(id(self))
+            self._activate(executor, None)
+        gpu.open.add(self._bus)
         # Tickets and stats read the done words after close(): they go with the last who can ask.
         finalizer = weakref.finalize(self, _put_back, gpu, self._bus)
         finalizer.atexit = False
@@ -327,11 +326,11 @@ class CudaMachine:
         generation.function = ctypes.c_void_p(int(function))
         return generation
 
-    def _activate(self, generation: _Generation) -> None:
-        """Launches from now on are of this one, those of compiled code too."""
+    def _activate(self, generation: _Generation, standby: _Generation | None) -> None:
+        """Launches from now on are of this one, those of compiled code too. No call: no Ctrl-C within."""
         assert generation.function is not None
-        self._active = generation
-        self.arrays.launch["kernel"] = int(generation.function.value or 0)
+        self._active, self._standby = generation, standby
+        self.arrays.launch["kernel"] = generation.function.value or 0
 
     def expect(self, symbols: Mapping[int, str]) -> None:
         from . import cuda_switch
@@ -356,9 +355,10 @@ class CudaMachine:
     def load(self, opened: _Generation) -> None:
         with self._current():
             self._ready(opened)
+        old = self._standby
+        # One that a Ctrl-C leaves in no list is never unloaded, which harms nobody.
         self._unused.remove(opened)
-        old, self._standby = self._standby, self._active
-        self._activate(opened)
+        self._activate(opened, self._active)
         if old is not None:
             self._unused.append(old)
 
@@ -384,8 +384,7 @@ class CudaMachine:
     def swap(self) -> None:
         if self._standby is None:
             raise MachineError("there is no standby generation: nothing was injected yet")
-        standby, self._standby = self._standby, self._active
-        self._activate(standby)
+        self._activate(self._standby, self._active)
 
     def start(self) -> None:
         """The GPU needs no threads."""
@@ -542,12 +541,15 @@ class CudaMachine:
         return self._bus_base + (word - self._pinned)
 
     def close(self) -> None:
-        self._gpu.open.discard(id(self))
+        memory, self._memory = self._memory, 0
+        if memory == 0:  # another thread does, or did
+            return
+        self._gpu.open.discard(self._bus)
         with self._current():
             for generation in (self._active, self._standby, *self._unused):
                 self._retire(generation)
             self._standby, self._unused = None, []
             while self._gpu.retired and not self._gpu.open:  # nothing of this process can run
                 self.discard()
-            _check(self._driver.cuMemFreeAsync(self._memory, self._stream))
+            _check(self._driver.cuMemFreeAsync(memory, self._stream))
         self._bus.free = True

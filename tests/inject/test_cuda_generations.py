@@ -51,10 +51,10 @@ class StandIn:
 def make_machine(lazy: bool = True) -> Any:
     machine: Any = CudaMachine.__new__(CudaMachine)
     machine._driver, machine._context_handle, machine._lazy = StandIn(), 0, lazy
-    machine._standby, machine._unused = None, []
-    machine._gpu = SimpleNamespace(retired=[], open={id(machine)})
+    machine._unused = []
+    machine._gpu = SimpleNamespace(retired=[], open={machine})
     machine.arrays = SimpleNamespace(launch={})
-    machine._activate(machine._ready(_Generation(b"the first")))
+    machine._activate(machine._ready(_Generation(b"the first")), None)
     machine._driver.took()
     return machine
 
