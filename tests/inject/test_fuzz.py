@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import gpuos_numba as gpuos
 from gpuos_numba import testing
 from gpuos_numba.device.functions import FUNCTIONS
+from gpuos_numba.inject.expression import Constant, Expression, Value
 
 F32 = np.float32
 PUBLIC = [each for each in FUNCTIONS.values() if each.public]
@@ -68,12 +70,47 @@ def rt(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield runtime
 
 
+def explained(result: np.ndarray, expression: Expression, operands: list[np.ndarray]) -> np.ndarray:
+    """Where an expression makes a last bit decide: a comparison, or the sine of a large number.
+
+    NumPy's evaluation, with each intermediate result moved by up to 4 ulps, then scatters so widely that the
+    result lies within its range and that range's width on either side, or is now a number and now none.
+    """
+    rng = np.random.default_rng(0)
+
+    def evaluate() -> np.ndarray:
+        values = dict(zip(expression.arguments, operands, strict=True))
+
+        def run(node: Any) -> np.ndarray:
+            if isinstance(node, Constant):
+                return np.asarray(F32(node.value))
+            if isinstance(node, Value):
+                return values[node.name]
+            exact = np.asarray(FUNCTIONS[node.function].truth(*(run(each) for each in node.operands)))
+            if exact.dtype == bool:
+                return exact
+            off = 1 + rng.integers(-4, 5, np.broadcast(exact, operands[0]).shape) * 2.0**-23
+            return np.asarray(exact * off, F32)
+
+        for name, node in expression.steps:
+            values[name] = run(node)
+        return np.broadcast_to(run(expression.result), operands[0].shape)
+
+    found = np.array([evaluate() for _ in range(64)])
+    finite = np.isfinite(found)
+    sometimes = finite.any(axis=0) & ~finite.all(axis=0)
+    signs = np.isnan(found).any(axis=0) & ~np.isnan(found).all(axis=0)
+    low, high = found.min(axis=0), found.max(axis=0)
+    width = high - low
+    return sometimes | signs | ((low - width <= result) & (result <= high + width))
+
+
 def fuzz(rt: gpuos.Runtime, count: int) -> None:
     writer = Writer(count)
     x, y = (each.ravel() for each in np.meshgrid(VALUES, VALUES))
     operands = [x, y, np.roll(x, 5)]
     placed = [testing.to_device(rt, each) for each in operands]
-    taken = refused = agreed = 0
+    taken = refused = 0
     for _ in range(count):
         text = writer.text()
         try:
@@ -86,13 +123,14 @@ def fuzz(rt: gpuos.Runtime, count: int) -> None:
         result = testing.to_host(rt.submit(operator, placed[:arity]).result(timeout_s=30))
         with np.errstate(all="ignore"):
             wanted = np.asarray(operator.spec(*operands[:arity]))  # type: ignore[misc]
-            # A last bit may decide a comparison, and what comes after then is another number.
             same = np.isclose(result, wanted, rtol=1e-4, atol=1e-30, equal_nan=True)
+            if not same.all():
+                version = rt._injected.version("f")
+                assert version is not None and version.request is not None
+                same |= explained(result, version.request["value"], operands[:arity])
         taken += 1
-        agreed += bool(same.all())
-        assert same.mean() > 0.7, text
+        assert same.all(), f"{text}: {result[~same][:3]}, not {wanted[~same][:3]}"
     assert taken > count / 4 and refused > count / 20
-    assert agreed > 0.95 * taken
     assert rt.stats().failed == 0
     assert testing.to_host(rt.add(placed[0], placed[0]).result())[2] == 2
 
