@@ -150,7 +150,7 @@ def test_a_lazily_negated_tensor_is_refused_also_when_the_call_is_known(
     plain, negated = numbers.imag, numbers.conj().imag
     assert negated.is_neg() and negated.stride() == plain.stride()
     out = torch.empty(8, device=device)
-    assert torch.equal(three_times(lambda: rt.exp(plain, out=out)), plain.exp()) or device == "cuda"
+    torch.testing.assert_close(three_times(lambda: rt.exp(plain, out=out)), plain.exp())
     with pytest.raises(gpuos.ArgumentError, match="negated"):
         rt.exp(negated, out=out)
 

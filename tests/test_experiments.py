@@ -91,7 +91,7 @@ def test_a_burst_whose_sums_are_wrong_stops_the_experiment(lab: Lab, monkeypatch
     producers = contention.Producers(lab, 1)
     producers.expected = producers.expected + 1
     with pytest.raises(WrongResult, match="contention/1"):
-        producers.sample(*producers.native(), lambda: lab.rt.synchronize(10))
+        producers.sample(*producers.native(), lambda: None, lambda: lab.rt.synchronize(10))
 
 
 def test_a_starved_kernel_is_a_row_and_freed_by_ending_the_executor(
