@@ -332,7 +332,7 @@ def test_ctrl_c_in_close_leaves_the_rest_to_the_next_close_or_the_collector() ->
         del rt
         gc.collect()
         assert are_gone(threads), f"after the Ctrl-C at look {step}"
-        step += 1 + step // 16
+        step += 1 + step // 8
     assert step > 20
 
 
@@ -344,7 +344,7 @@ def test_ctrl_c_while_a_runtime_is_made_leaves_no_thread() -> None:
         made.clear()
         gc.collect()
         assert are_gone([each for each in {*threading.enumerate()} - before if "gpuos-" in each.name])
-        step += 1 + step // 8
+        step += 1 + step // 5
     assert step > 200
 
 
