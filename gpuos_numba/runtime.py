@@ -1136,6 +1136,8 @@ class Runtime:
                 sent += done
                 if nobody_serves:
                     self._keeper.ensure_served()
+                if not done and self._closed:
+                    raise ClosedError(f"the Runtime was closed; {sent} of {count} tasks are enqueued")
                 # Still parked after that: launches are held back, and the deadline holds all the same.
                 if (
                     not done
@@ -1154,7 +1156,7 @@ class Runtime:
             assert note is not None
             return self._sent(note, operator, ranges, out, count, bool(in_order))
         except BaseException as error:
-            if note is not None and sent == 0 and isinstance(error, QueueFull):
+            if note is not None and sent == 0 and isinstance(error, QueueFull | ClosedError):
                 note.clear()
                 if self._tidying.acquire(blocking=False):  # else `_tidy` removes it, in its turn
                     try:

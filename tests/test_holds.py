@@ -19,7 +19,7 @@ import pytest
 
 import gpuos_numba
 from gpuos_numba import Runtime
-from gpuos_numba.errors import MachineError
+from gpuos_numba.errors import ClosedError, MachineError
 from gpuos_numba.host import query
 from gpuos_numba.host.holds import Holds
 from gpuos_numba.machines import cuda
@@ -369,6 +369,35 @@ def test_threads_that_close_at_once_close_once() -> None:
             thread.join()
         assert are_gone(threads_of(rt))
     assert not errors
+
+
+@pytest.mark.parametrize("what", ["task", "withheld task"])
+def test_who_waits_for_room_hears_of_the_end(what: str) -> None:
+    """Forbidden: to wait on at a ring that nobody empties any more."""
+    rt = Runtime("cpu", workers=1, capacity=4)
+    holds = rt._keeper.holds()
+    holds.take()
+    for _ in range(4):
+        rt.nop()
+    errors: list[BaseException] = []
+    begins = threading.Event()
+
+    def ask() -> None:
+        begins.set()
+        try:
+            if what == "task":
+                rt._join(0, 1)
+            else:
+                rt._streams.hold(lambda word, value: None)
+        except BaseException as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    begins.wait()
+    rt.close(force=True)
+    waiting.join()
+    assert [type(error) for error in errors] == [ClosedError]
 
 
 def test_a_closed_runtime_goes_without_the_collector() -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..descriptor import MASK_64, done_word
-from ..errors import ArgumentError, DeviceError, QueueFull
+from ..errors import ArgumentError, ClosedError, DeviceError, QueueFull
 from ..machines.base import Machine
 from . import ring
 from .lease import Keeper
@@ -144,6 +144,8 @@ class Streams:
                     break
                 if answer == ring.PARKED:
                     self._keeper.ensure_served()
+                if self._keeper.closing:
+                    raise ClosedError("the Runtime was closed: nothing was enqueued")
                 if time.monotonic_ns() >= deadline:
                     raise QueueFull(
                         f"the ring of {self._capacity} slots stayed full for {timeout_s} s: nothing was "
