@@ -13,7 +13,10 @@ status says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +35,7 @@ from .microbench import MachineChoice, amount, times
 
 ROUNDS, QUICK_ROUNDS = 15, 3
 EXAMPLES, QUICK_EXAMPLES = 2000, 5
+SHARE = 250  # examples that a process takes at a time
 TIMEOUT_S = 60.0
 
 
@@ -293,41 +297,71 @@ def bandwidth(rt: gpuos.Runtime) -> Row:
     return Row("bandwidth/copy", "eager", "rate", "GB/s", middle, low, high, 10)
 
 
-def try_examples(rt: gpuos.Runtime, name: str, count: int) -> Row:
-    """How many of `count` examples of an operator equal its spec, and the first that does not."""
+# --- examples, in processes: each is a round trip that leaves the machine idle ---
+
+own: gpuos.Runtime  # of a process that tries examples
+
+
+def begin(machine: str) -> None:
+    """A Runtime for this process that leaves the GPU to the others as soon as it has nothing to do."""
+    global own
+    own = gpuos.Runtime(machine=machine, idle_s=10e-6)
+
+
+def try_examples(name: str, seeds: range) -> tuple[int, str]:
+    """How many examples of an operator equal its spec, and what the first says that does not."""
     operator = gpuos.operators()[name]
     assert operator.example is not None
     right, why = 0, ""
-    for seed in range(count):
+    for seed in seeds:
         inputs, parameters = operator.example(testing.RandomDraw(seed))
         try:
-            testing.check(rt, name, *inputs, **parameters)
+            testing.check(own, name, *inputs, **parameters)
             right += 1
         except AssertionError as error:
             why = why or f"seed {seed}: " + " ".join(str(error).split())[:400]
-    system = "gpuos" if rt.machine == "cuda" else "gpuos-cpu"
-    return Row(f"examples/{name}", system, "examples", "count", right, right, right, count, why)
+    return right, why
 
 
-def run(machine: str, quick: bool, examples: int, console: Console) -> Results:
+def tried(
+    machine: str, names: list[str], count: int, processes: int, advance: Callable[[], Any]
+) -> Iterator[Row]:
+    """A row per operator: `count` examples of it, dealt to the processes in parts."""
+    system = "gpuos" if machine == "cuda" else "gpuos-cpu"
+    shares = [range(first, min(first + SHARE, count)) for first in range(0, count, SHARE)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, begin, (machine,)) as pool:
+        asked = {name: [pool.submit(try_examples, name, seeds) for seeds in shares] for name in names}
+        for name, parts in asked.items():
+            answers = [part.result() for part in parts]
+            right, why = sum(each for each, _ in answers), next((why for _, why in answers if why), "")
+            advance()
+            yield Row(f"examples/{name}", system, "examples", "count", right, right, right, count, why)
+
+
+def run(machine: str, quick: bool, examples: int, processes: int, console: Console) -> Results:
     """Everything on one machine. Raises AssertionError where a result is wrong."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     columns = TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress, gpuos.Runtime(machine=machine) as rt:
-        results = Results("operators-quick" if quick else "operators", rt.device_name, rt.machine)
-        names = [name for name, operator in gpuos.operators().items() if operator.example]
+    names = [name for name, operator in gpuos.operators().items() if operator.example]
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("examples", total=len(names) + len(calls()) * rounds)
-        bench = Bench(rt)
+        with gpuos.Runtime(machine=machine) as rt:
+            results = Results("operators-quick" if quick else "operators", rt.device_name, rt.machine)
+            bench = Bench(rt)
+            with results.kept():
+                for call in calls():
+                    progress.update(bar, description=call.name)
+                    results.rows += measure(bench.cases(call), rounds, lambda: progress.advance(bar))
+                if rt.machine == "cuda":
+                    results.rows.append(bandwidth(rt))
+            rt.synchronize(TIMEOUT_S)
+        # The CPU machine has the cores to itself already.
+        processes = processes or (min(12, os.cpu_count() or 1) if results.machine == "cuda" else 1)
+        progress.update(bar, description=f"examples, {processes} processes")
         with results.kept():
-            for call in calls():
-                progress.update(bar, description=call.name)
-                results.rows += measure(bench.cases(call), rounds, lambda: progress.advance(bar))
-            if rt.machine == "cuda":
-                results.rows.append(bandwidth(rt))
-            for name in names:
-                progress.update(bar, description=f"examples of {name}", advance=1)
-                results.rows.append(try_examples(rt, name, examples))
-        rt.synchronize(TIMEOUT_S)
+            for row in tried(results.machine, names, examples, processes, lambda: progress.advance(bar)):
+                results.rows.append(row)
     return results
 
 
@@ -354,19 +388,21 @@ def main(
     machine: Annotated[MachineChoice, typer.Option(help="auto: a GPU if there is one.")] = MachineChoice.auto,
     quick: Annotated[bool, typer.Option("--quick", help="Few repeats and examples.")] = False,
     examples: Annotated[int | None, typer.Option(help="How many of each operator.")] = None,
+    processes: Annotated[int, typer.Option(help="That try examples at once; 0: as many as pay.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Results; default experiments/results/local/.")] = None,
 ) -> None:
     """Hold every operator to its spec, and time the common ones against PyTorch and CUDA Graphs."""
     console = Console(width=None if Console().is_terminal else 160)
-    results = run(machine, quick, examples or (QUICK_EXAMPLES if quick else EXAMPLES), console)
+    count = examples or (QUICK_EXAMPLES if quick else EXAMPLES)
+    results = run(machine, quick, count, processes, console)
     results.write(json or results.default_path)
     console.print(table(results))
-    tried = [row for row in results.rows if row.metric == "examples"]
-    wrong = [row for row in tried if row.why]
+    held = [row for row in results.rows if row.metric == "examples"]
+    wrong = [row for row in held if row.why]
     for row in wrong:
         console.print(f"{row.case}: {row.repeats - (row.median or 0):.0f} wrong, {row.why}", markup=False)
     console.print(
-        f"{len(tried) - len(wrong)} of {len(tried)} operators, {tried[0].repeats} examples each: right"
+        f"{len(held) - len(wrong)} of {len(held)} operators, {held[0].repeats} examples each: right"
     )
     console.print(f"Results in {json or results.default_path}", markup=False)
     if wrong:
